@@ -1,0 +1,73 @@
+# make: what there is to run. Everything but test-gpu runs in .venv, made here from the locks in
+# requirements/ (Linux x86-64, CPU). For a GPU: requirements.txt, into an environment of your own.
+
+PYTHON ?= python3
+# Where torch's CPU build is fetched when the sources that pip is configured with have none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+# Nothing here needs a model hub.
+export HF_HUB_OFFLINE ?= 1
+
+bin := .venv/bin
+install := $(bin)/python -m pip --disable-pip-version-check install -qq --no-deps
+
+# Stamps that say "this lock is installed". Their names carry a digest of what was installed, so an
+# edited lock is installed again and an unchanged one costs nothing.
+stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py | sha256sum | cut -c 1-16)
+cpu := $(call stamp,cpu)
+test := $(call stamp,test)
+
+.PHONY: help demo test test-gpu bench style clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@echo "usage: make TARGET [PYTHON=python3.12] [ARGS=...]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(cpu) ## install what a CPU needs into .venv, then blend three chunks with a small real model
+	$(bin)/python example/blend.py $(ARGS)
+
+test: $(test) ## every test that needs no GPU
+	$(bin)/python -m pytest $(ARGS)
+
+test-gpu: ## the tests that need a GPU, with $(PYTHON): an environment made from requirements.txt
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: $(cpu) ## time to first token, full prefill against blended, on the CPU
+	$(bin)/python benchmarks/bench_ttft.py $(ARGS)
+
+style: $(test) ## ruff, mypy, and clang-format where there is C++
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	@find csrc -name '*.cu*' -o -name '*.cpp' -o -name '*.h' 2>/dev/null \
+	  | xargs -r -t $(bin)/clang-format --dry-run -Werror
+
+clean: ## remove .venv and every cache made here (the model built for the demo stays in ~/.cache)
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(cpu): lock := requirements/cpu.txt
+$(test): lock := requirements/test.txt
+$(cpu) $(test): .venv/.made
+	@echo "Installing $$(grep -c == $(lock)) packages from $(lock) into .venv (minutes the first time)"
+	@torch=$$(grep -o '^torch==[^ ]*' $(lock)); \
+	  $(install) $$torch 2>/dev/null \
+	  || { echo "pip's own sources have no $$torch: fetching it from $(TORCH_INDEX)"; \
+	       $(install) --index-url $(TORCH_INDEX) $$torch; }
+	@$(install) -r $(lock)
+	@$(install) --no-build-isolation -e .
+	@touch $@
+	@echo "Installed."
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+	  || { echo "Needs Python 3.11 to 3.14 (vLLM's range): make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "This Python cannot make environments: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+	  || { echo "vLLM on a CPU needs a system library: apt-get install libnuma1"; exit 1; }
+	@echo "Making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@touch $@

@@ -1,0 +1,28 @@
+"""Blend attention, one file a vLLM attention backend.
+
+Each file subclasses the stock ``AttentionImpl`` of its backend. The layer loop needs two things of
+it: ``metadata(...)``, which describes the kept rows to the backend once a selection, and the impl's
+``forward``, which writes the stored KV to the paged cache before it attends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_blend.attention.base import BlendAttention
+
+BACKENDS = {"CPU_ATTN": "vllm_blend.attention.cpu:CPUBlendImpl"}
+
+
+def blend_impl(backend: str) -> type[BlendAttention]:
+    """The blend attention of a vLLM backend name; ValueError if there is none."""
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"attention backend {backend} cannot blend yet; supported: {', '.join(BACKENDS)}"
+        )
+    from importlib import import_module
+
+    module, name = BACKENDS[backend].split(":")
+    impl: Any = getattr(import_module(module), name)
+    return impl  # type: ignore[no-any-return]

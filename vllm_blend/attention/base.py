@@ -1,0 +1,71 @@
+"""What the layer loop asks of an attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from vllm_blend.core import BlendStep, LayerKV, Status
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """What a layer's attention needs beyond the stock metadata; ``old_kv`` is that layer's.
+
+    Attributes:
+        status: CHECK or AFTER_CHECK.
+        old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``.
+        positions: new position of each stored token, ``[num_chunk_rows]``.
+        slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
+            fresh K and V go instead.
+        cache_fuse_metadata: the user's settings and this step's results.
+    """
+
+    status: Status
+    old_kv: LayerKV
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    cache_fuse_metadata: Any
+
+
+class BlendAttention(Protocol):
+    """A stock ``AttentionImpl``, subclassed."""
+
+    rotary_emb: torch.nn.Module
+    """The model's own rotary module of this layer."""
+
+    @staticmethod
+    def metadata(attn: Any, stock: Any, step: BlendStep, rows: torch.Tensor) -> Any:
+        """Metadata with which this backend attends from ``rows`` alone.
+
+        Args:
+            attn: vLLM's ``Attention`` layer.
+            stock: its stock metadata of this step, for all rows.
+            step: the step's requests.
+            rows: kept rows of the step, ascending, ``[num_rows]``.
+
+        Returns:
+            A copy of the stock metadata's type with a field ``fusion``.
+        """
+        ...
+
+
+def consecutive_runs(rows: torch.Tensor, breaks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits ascending rows into runs of consecutive rows of one request.
+
+    A run is what a stock causal kernel gets right: its rows are the last ones of the keys they see.
+
+    Args:
+        rows: ``[num_rows]`` int64, ascending.
+        breaks: first row of each request in the step, ``[num_reqs]``.
+
+    Returns:
+        First index of each run in ``rows`` (``[num_runs]``), and its length (``[num_runs]``).
+    """
+    starts = torch.ones_like(rows, dtype=torch.bool)
+    starts[1:] = (rows[1:] != rows[:-1] + 1) | torch.isin(rows[1:], breaks)
+    first = starts.nonzero().flatten()
+    length = torch.diff(first, append=first.new_tensor([rows.numel()]))
+    return first, length

@@ -1,0 +1,122 @@
+"""Blend attention on CPU_ATTN: the stock kernel, over virtual requests.
+
+The stock kernel aligns its causal mask to the last query and key of a request. A run of consecutive
+kept rows, given as a request of its own whose keys end with the run, therefore gets exact positions;
+the block table row is repeated for each run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+
+from vllm_blend.attention.base import Fusion, consecutive_runs
+from vllm_blend.core import BlendPlan, BlendStep
+
+
+@dataclass
+class CPUBlendMetadata(CPUAttentionMetadata):
+    """Stock metadata whose requests are runs of kept rows, and the layer's fusion."""
+
+    fusion: Fusion | None = None
+
+
+class CPUBlendImpl(CPUAttentionBackendImpl):
+    """CPU attention that fuses stored KV into the paged cache before it attends."""
+
+    rotary_emb: torch.nn.Module
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        fusion = getattr(attn_metadata, "fusion", None)
+        if fusion is not None:
+            self.fuse(layer, kv_cache, fusion)
+        return super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+
+    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
+        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        k, v = fusion.old_kv
+        # the stock op rotates in place; stored KV must not change
+        rotated, _ = self.rotary_emb(fusion.positions, k.flatten(1).clone())
+        self.do_kv_cache_update(layer, rotated.view_as(k), v, kv_cache, fusion.slot_mapping)
+
+    @staticmethod
+    def metadata(
+        attn: Any, stock: CPUAttentionMetadata, step: BlendStep, rows: torch.Tensor
+    ) -> CPUBlendMetadata:
+        breaks = stock.query_start_loc[:-1].long()
+        first, length = virtual_requests(step, rows, breaks)
+        last = rows[first + length - 1]
+        index = torch.bucketize(last, breaks, right=True) - 1  # request of each run
+        seq_lens = stock.seq_lens[index] - (stock.query_start_loc[index + 1] - 1 - last)
+        query_start_loc = torch.cat([first, first.new_tensor([rows.numel()])]).to(torch.int32)
+        seq_lens = seq_lens.to(torch.int32)
+        impl = attn.impl
+        values = {field.name: getattr(stock, field.name) for field in fields(CPUAttentionMetadata)}
+        values |= dict(
+            num_actual_tokens=rows.numel(),
+            max_query_len=int(length.max()),
+            query_start_loc=query_start_loc,
+            max_seq_len=int(seq_lens.max()),
+            seq_lens=seq_lens,
+            block_table=stock.block_table[index],
+            slot_mapping=stock.slot_mapping[rows],
+            scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=first.numel(),
+                num_heads=impl.num_heads,
+                num_kv_heads=impl.num_kv_heads,
+                head_dim=impl.head_size,
+                seq_lens=seq_lens,
+                dtype=attn.dtype,
+                query_start_loc=query_start_loc,
+                causal=stock.causal,
+                sliding_window_size=impl.sliding_window,
+                isa=attn.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+                kv_cache_dtype=impl.kv_cache_dtype,
+            ),
+        )
+        return CPUBlendMetadata(**values)
+
+
+def virtual_requests(
+    step: BlendStep, rows: torch.Tensor, breaks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs of ``rows`` to attend as requests of their own: first index and length of each.
+
+    Requests in ``mask="bottom_right"`` stay one run, which is what that mask means.
+    """
+    first, length = consecutive_runs(rows, breaks)
+    for request in step.requests:
+        if isinstance(request.plan, BlendPlan) and request.plan.settings.mask == "bottom_right":
+            starts = rows[first]
+            inside = (starts > request.row) & (starts < request.row + request.num_rows)
+            inside &= starts != rows[torch.searchsorted(rows, request.row)]
+            first = first[~inside]
+            length = torch.diff(first, append=first.new_tensor([rows.numel()]))
+    return first, length

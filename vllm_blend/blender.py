@@ -1,0 +1,168 @@
+"""The friendly door: chunks and a question in, an answer out; no flags.
+
+    blender = Blender(llm)
+    chunks = [blender.chunk(text) for text in documents]    # each chunk's KV is computed once
+    prompt = blender.prompt(chunks, "Who founded the bakery?")
+    print(blender.generate(prompt).outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_blend.compat import EXTRA_ARG, blend_model
+from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, StoredKV
+from vllm_blend.prompt import Frame, TokenIds, chat_frame, plain_frame, text_ids
+from vllm_blend.settings import BlendSettings
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A chunk's token ids and their KV, computed behind the prompt's head alone."""
+
+    token_ids: TokenIds
+    kv: StoredKV = field(repr=False)
+
+
+@dataclass(frozen=True)
+class BlendPrompt:
+    """Token ids of a prompt, and where its chunks stand in it."""
+
+    token_ids: list[int]
+    spans: tuple[ChunkSpan, ...]
+
+    @property
+    def num_reused(self) -> int:
+        """Tokens that stored KV stands for."""
+        return sum(span.end - span.start for span in self.spans)
+
+
+class Blender:
+    """Reuses chunks in prompts of one in-process ``vllm.LLM``.
+
+    A chunk's KV is computed behind the prompt's head (BOS, system message, chat template), as it will
+    stand in prompts, and kept in memory under its token ids until ``forget``.
+
+    Args:
+        llm: made with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+        settings: which tokens are recomputed; see ``BlendSettings``.
+        chat: put prompts into the model's chat template; None: if it has one.
+        system: system message of the chat template; None: the template's default.
+        separator: text between chunks; its tokens are recomputed in every prompt.
+
+    Raises:
+        RuntimeError: if the model cannot blend; says why.
+        ValueError: if ``chat`` is True and there is no template.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        settings: BlendSettings | None = None,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+        separator: str = "\n\n",
+    ) -> None:
+        self.llm = llm
+        self.model = blend_model(llm)
+        self.settings = settings or BlendSettings()
+        self.settings.check_num_layers(self.model.kv_shape.num_layers)
+        self.tokenizer = llm.get_tokenizer()
+        if chat is None:
+            chat = bool(getattr(self.tokenizer, "chat_template", None))
+        if system is not None and not chat:
+            raise ValueError("system is set, but chat is False; put it into the question instead")
+        self.frame: Frame = (
+            chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
+        )
+        self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
+        self._chunks: dict[TokenIds, Chunk] = {}
+        self._head: ChunkSpan | None = None
+
+    def chunk(self, text: str | Sequence[int]) -> Chunk:
+        """The chunk of ``text`` (or token ids), with its KV; computed at first sight only."""
+        return self.chunks([text])[0]
+
+    def chunks(self, texts: Sequence[str | Sequence[int]], *, use_tqdm: bool = False) -> list[Chunk]:
+        """Like ``chunk``, for many in one batch."""
+        ids = [text_ids(self.tokenizer, text, f"chunk {i}") for i, text in enumerate(texts)]
+        missing = [key for key in dict.fromkeys(ids) if key not in self._chunks]
+        for key, kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
+            self._chunks[key] = Chunk(key, kv)
+        return [self._chunks[key] for key in ids]
+
+    def forget(self, chunk: Chunk) -> None:
+        """Drops a chunk's KV from this object; the KV is freed with its last reference."""
+        self._chunks.pop(chunk.token_ids, None)
+
+    def prompt(self, chunks: Sequence[Chunk], question: str | Sequence[int]) -> BlendPrompt:
+        """Head, chunks in this order, question, tail.
+
+        Raises:
+            ValueError: if there is no chunk, or the question is empty.
+        """
+        if not chunks:
+            raise ValueError("chunks is empty; blending needs at least one chunk")
+        token_ids = list(self.frame.head)
+        spans = []
+        for chunk in chunks:
+            spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
+            token_ids += chunk.token_ids
+            token_ids += self.separator
+        token_ids += text_ids(self.tokenizer, question, "question")
+        token_ids += self.frame.tail
+        return BlendPrompt(token_ids, tuple(spans))
+
+    def generate(
+        self,
+        prompts: BlendPrompt | Sequence[BlendPrompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        settings: BlendSettings | None = None,
+        blend: bool = True,
+        use_tqdm: bool = False,
+    ) -> Any:
+        """Generates with vLLM, reusing the prompts' chunks.
+
+        Args:
+            prompts: one, or several to run as one batch.
+            sampling_params: vLLM's; None: the model's defaults.
+            settings: for these prompts, instead of the blender's.
+            blend: False runs the same token ids as full prefill, to compare.
+
+        Returns:
+            vLLM's ``RequestOutput``, or a list of them for several prompts.
+        """
+        many = [prompts] if isinstance(prompts, BlendPrompt) else list(prompts)
+        params = sampling_params or self.llm.get_default_sampling_params()
+        plans = [BlendPlan(p.spans, settings or self.settings) for p in many] if blend else None
+        outputs = self._run([p.token_ids for p in many], params, plans, use_tqdm)
+        return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
+
+    def _collect(self, chunks: list[TokenIds], use_tqdm: bool) -> list[StoredKV]:
+        from vllm import SamplingParams
+
+        head = list(self.frame.head)
+        plans = [CollectPlan(start=len(head)) for _ in chunks]
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        self._run([head + list(ids) for ids in chunks], params, plans, use_tqdm)
+        return [StoredKV(tuple(plan.kv)) for plan in plans]
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        plans: Sequence[BlendPlan | CollectPlan] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        each = [params.clone() for _ in prompts]
+        for clone, plan in zip(each, plans or [], strict=plans is not None):
+            clone.extra_args = (clone.extra_args or {}) | {EXTRA_ARG: plan}
+        tokens: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        return self.llm.generate(tokens, each, use_tqdm=use_tqdm) if tokens else []

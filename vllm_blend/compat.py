@@ -1,0 +1,231 @@
+"""Every touch of vLLM's private parts: what, why, and when it can go.
+
+vLLM is patched through its registries where it has them. What is left is here:
+
+``GPUModelRunner._model_forward``   wrapped, so that a step knows which rows belong to which request.
+    vLLM documents the method as overridable, but offers no way to name a runner class.
+    Goes when the V1 runner has a per-model state hook, as the V2 runner does.
+``InputProcessor.process_inputs``   wrapped, so that a plan is checked before its request is queued, and
+    the request gets a cache salt before its blocks are hashed.
+    Goes when vLLM has an admission hook for plugins.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_blend.core import BlendPlan, BlendStep, CollectPlan, StepRequest
+from vllm_blend.door import flagged_plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_blend.models.loop import BlendModel
+
+logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
+
+EXTRA_ARG = "blend"
+"""The key of ``SamplingParams.extra_args`` that carries a request's plan."""
+
+_models: weakref.WeakValueDictionary[str, BlendModel] = weakref.WeakValueDictionary()
+"""Inner models of this process, by their engine's ``VllmConfig.instance_id``."""
+
+
+# --- what an engine must be like -----------------------------------------------------------------
+
+
+def why_unsupported(vllm_config: VllmConfig) -> str | None:
+    """Why an engine with this configuration cannot blend, as a sentence, or None."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    speculative = vllm_config.speculative_config
+    config = model.hf_config
+    reasons = {
+        "tensor_parallel_size > 1": parallel.tensor_parallel_size > 1,
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.prefill_context_parallel_size > 1
+        or parallel.decode_context_parallel_size > 1,
+        "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
+        "LoRA": vllm_config.lora_config is not None,
+        "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
+        and speculative.method not in ("ngram", "suffix"),
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "pooling models": model.runner_type == "pooling",
+        "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
+        "ada_rms_norm_t_cond": bool(getattr(config, "ada_rms_norm_t_cond", False)),
+        "bidirectional attention (is_causal=False)": not getattr(config, "is_causal", True),
+        f"kv_cache_dtype {vllm_config.cache_config.cache_dtype}": vllm_config.cache_config.cache_dtype
+        not in ("auto", "float16", "bfloat16", "float32"),
+    }
+    found = [reason for reason, there in reasons.items() if there]
+    if not found:
+        return None
+    return f"blending does not support {', '.join(found)}; start the engine without it"
+
+
+def why_attention_unsupported(attns: Sequence[Any]) -> str | None:
+    """Why these attention layers cannot blend, as a sentence, or None."""
+    if any(attn.kv_sharing_target_layer_name for attn in attns):
+        return "blending does not support layers that share the KV cache of another layer"
+    if len({(attn.num_kv_heads, attn.head_size, attn.head_size_v) for attn in attns}) > 1:
+        return "blending does not support layers with different KV heads or head sizes"
+    if attns[0].head_size != attns[0].head_size_v:
+        return "blending does not support different head sizes of K and V"
+    if any(getattr(attn.impl, "alibi_slopes", None) is not None for attn in attns):
+        return "blending does not support ALiBi; it needs rotary positions"
+    return None
+
+
+def report_unsupported(vllm_config: VllmConfig, reason: str) -> None:
+    """Refuses start-up if the user asked for blending by configuration, else warns."""
+    asked = vllm_config.additional_config
+    if isinstance(asked, dict) and "vllm_blend" in asked:
+        raise ValueError(f"additional_config asks for vllm_blend, but {reason}")
+    logger.warning(
+        "vllm_blend: %s. Other requests are served by stock vLLM; requests that ask for blending "
+        "are refused.",
+        reason,
+    )
+
+
+# --- finding the model from an LLM ---------------------------------------------------------------
+
+
+def blend_model(llm: Any) -> BlendModel:
+    """The inner model of an in-process ``vllm.LLM``: the object that has ``cache_fuse_metadata``.
+
+    The same as ``llm.llm_engine.model_executor.driver_worker.model_runner.model.model``.
+
+    Raises:
+        RuntimeError: if the model runs in another process, was not patched, or cannot blend; the
+            message says what to change.
+    """
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    if executor is None:
+        raise RuntimeError(
+            "the model runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before the "
+            "LLM is made"
+        )
+    outer = executor.driver_worker.model_runner.get_model()
+    model = getattr(outer, "model", None)
+    if not hasattr(model, "cache_fuse_metadata"):
+        from vllm_blend.plugin import ARCHITECTURES, why_not_registered
+
+        raise RuntimeError(
+            why_not_registered()
+            or f"{type(outer).__name__} cannot blend; supported: {', '.join(ARCHITECTURES)}"
+        )
+    if model.unsupported is not None:
+        raise RuntimeError(model.unsupported)
+    found: BlendModel = model
+    return found
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+def install_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
+    """Wraps the runner's forward and the admission of requests, once a process."""
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _models[vllm_config.instance_id] = model
+    _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
+    _wrap(InputProcessor, "process_inputs", _admit)
+
+
+def _wrap(owner: type, name: str, around: Any) -> None:
+    stock = getattr(owner, name)
+    if getattr(stock, "vllm_blend", False):
+        return
+
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(stock, self, *args, **kwargs)
+
+    method.vllm_blend = True  # type: ignore[attr-defined]
+    setattr(owner, name, method)
+
+
+def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives a new request its plan, or refuses it with ValueError before it is queued."""
+    request = stock(processor, *args, **kwargs)
+    model = _models.get(processor.vllm_config.instance_id)
+    params = request.sampling_params
+    if params is None:
+        return request
+    extra_args = params.extra_args or {}
+    plan = extra_args.get(EXTRA_ARG)
+    if plan is not None and not isinstance(plan, BlendPlan | CollectPlan):
+        raise ValueError(
+            f"extra_args[{EXTRA_ARG!r}] is {type(plan).__name__}; expected a BlendPlan or CollectPlan"
+        )
+    if model is None or model.unsupported is not None:
+        if plan is not None:
+            raise ValueError(model.unsupported if model else "this engine's model cannot blend")
+        return request
+    if plan is None:
+        length = len(request.prompt_token_ids or ())
+        plan = flagged_plan(model.cache_fuse_metadata, model.old_kvs, length, model.kv_shape)
+    if plan is None:
+        return request
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise ValueError("blending needs a prompt of token ids; prompt_embeds cannot be blended")
+    if params.prompt_logprobs is not None:
+        raise ValueError(
+            f"prompt_logprobs is {params.prompt_logprobs}; a blended or collected prompt has none, "
+            "since not every prompt token is computed"
+        )
+    plan.check(request.prompt_token_ids, model.kv_shape)
+    params.extra_args = extra_args | {EXTRA_ARG: plan}
+    if isinstance(plan, CollectPlan):
+        params.skip_reading_prefix_cache = True  # else only the tail would be computed
+    else:
+        # approximate KV must not be found by an exact request through the prefix cache
+        request.cache_salt = f"{request.cache_salt or ''}blend-{uuid.uuid4().hex}"
+    return request
+
+
+def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs one forward step, with the step's plan on the model if any request has one."""
+    model = _models.get(runner.vllm_config.instance_id)
+    if model is None or model.unsupported is not None:
+        return stock(runner, *args, **kwargs)
+    model.blend_step = _plan_step(runner)
+    try:
+        return stock(runner, *args, **kwargs)
+    finally:
+        model.blend_step = None
+
+
+def _plan_step(runner: Any) -> BlendStep | None:
+    """The step's requests that are in prefill and have a plan; None where there are none."""
+    batch = runner.input_batch
+    num_reqs = batch.num_reqs
+    computed = batch.num_computed_tokens_cpu[:num_reqs]
+    prefill = (computed < batch.num_prompt_tokens[:num_reqs]).nonzero()[0]
+    start = runner.query_start_loc.np
+    requests = []
+    for index in prefill.tolist():
+        params = runner.requests[batch.req_ids[index]].sampling_params
+        plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+        if plan is not None:
+            requests.append(
+                StepRequest(
+                    plan=plan,
+                    row=int(start[index]),
+                    position=int(computed[index]),
+                    num_rows=int(start[index + 1] - start[index]),
+                    device=torch.device(runner.device),
+                )
+            )
+    if not requests:
+        return None
+    return BlendStep(requests, int(start[num_reqs]), runner.cache_config.cache_dtype)
+

@@ -1,0 +1,271 @@
+"""The values that pass between the stages, and who fills each.
+
+    request  -> BlendPlan / CollectPlan     the user's door (``door.py``, ``blender.py``)
+    step     -> BlendStep of StepRequests   the runner's hook (``compat.py``), once a forward step
+    layer    -> Status, old_kv, metadata    the layer loop (``models/loop.py``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from vllm_blend.settings import BlendSettings
+
+
+class Status(IntEnum):
+    """What a layer does in a step; the names and numbers are those of the paper's code."""
+
+    DECODE = -1  # new tokens on the paged cache: vLLM's own path
+    FULL_PREFILL = 0  # all rows: vLLM's own path
+    CHECK = 1  # compare fresh with stored V, choose the rows that go on
+    AFTER_CHECK = 2  # chosen rows only, over the fused cache
+
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+"""K before RoPE and V of one layer, each ``[num_tokens, num_kv_heads, head_size]``."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What stored KV must look like to fit a model (one tensor-parallel rank of it)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    def of(self, num_tokens: int) -> tuple[int, int, int]:
+        return (num_tokens, self.num_kv_heads, self.head_size)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredKV:
+    """The KV of consecutive tokens, computed once, layer by layer; never written to.
+
+    Attributes:
+        layers: K (before RoPE) and V of each layer, ``[num_tokens, num_kv_heads, head_size]``.
+    """
+
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layers[0][0].shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+    def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:
+        """Raises ValueError, naming ``name`` and the shape, if this does not fit."""
+        if len(self.layers) != shape.num_layers:
+            raise ValueError(
+                f"{name} has {len(self.layers)} layers; the model has {shape.num_layers}"
+            )
+        expected = shape.of(num_tokens)
+        for index, layer in enumerate(self.layers):
+            if len(layer) != 2:
+                raise ValueError(f"{name}[{index}] has {len(layer)} entries; expected [K, V]")
+            for kind, tensor in zip("KV", layer, strict=True):
+                if not isinstance(tensor, torch.Tensor):
+                    raise ValueError(
+                        f"{kind} of {name}[{index}] is {type(tensor).__name__}; expected a tensor"
+                    )
+                if tuple(tensor.shape) != expected:
+                    raise ValueError(
+                        f"{kind} of {name}[{index}] has shape {list(tensor.shape)}; expected "
+                        f"[num_tokens, num_kv_heads, head_size] = {list(expected)}"
+                    )
+                if tensor.dtype != shape.dtype:
+                    raise ValueError(
+                        f"{kind} of {name}[{index}] is {tensor.dtype}; the model computes in "
+                        f"{shape.dtype}"
+                    )
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSpan:
+    """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
+
+    ``token_ids``, where known, are compared with the prompt's before the KV is used.
+    """
+
+    start: int
+    kv: StoredKV
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.kv.num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class BlendPlan:
+    """What one request reuses. Immutable, so requests may share it (``n > 1``)."""
+
+    spans: tuple[ChunkSpan, ...]
+    settings: BlendSettings = field(default_factory=BlendSettings)
+
+    def __deepcopy__(self, memo: object) -> BlendPlan:
+        return self  # vLLM deep-copies sampling parameters; the KV is shared instead
+
+    def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
+        """Raises ValueError if the plan does not fit the prompt or the model."""
+        self.settings.check_num_layers(shape.num_layers)
+        check_spans([(span.start, span.end) for span in self.spans], len(prompt_token_ids))
+        for index, span in enumerate(self.spans):
+            span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
+            found = tuple(prompt_token_ids[span.start : span.end])
+            if span.token_ids is not None and span.token_ids != found:
+                raise ValueError(
+                    f"spans[{index}] was computed for other tokens than the prompt has at "
+                    f"[{span.start}, {span.end})"
+                )
+
+
+@dataclass(eq=False)
+class CollectPlan:
+    """A request whose KV is kept: rows from ``start`` on of its prompt.
+
+    The layer loop fills ``kv`` window by window; it is whole when the prefill is.
+    """
+
+    start: int = 0
+    on_model: bool = False  # also leave it at ``self_attn.hack_kv``, as the paper's code does
+    num_prompt_tokens: int = 0
+    kv: list[LayerKV] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: object) -> CollectPlan:
+        return self  # the caller reads the result from this very object
+
+    def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
+        self.num_prompt_tokens = len(prompt_token_ids)
+        if not 0 <= self.start < self.num_prompt_tokens:
+            raise ValueError(
+                f"start is {self.start}; the prompt has {self.num_prompt_tokens} tokens, so "
+                f"allowed: 0 to {self.num_prompt_tokens - 1}"
+            )
+
+    def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
+        if layer == len(self.kv):
+            size = (self.num_prompt_tokens - self.start, *k.shape[1:])
+            self.kv.append((k.new_empty(size), v.new_empty(size)))
+        skip = max(self.start - position, 0)
+        rows = min(len(k), self.num_prompt_tokens - position)
+        if skip < rows:
+            place = slice(position + skip - self.start, position + rows - self.start)
+            self.kv[layer][0][place] = k[skip:rows]
+            self.kv[layer][1][place] = v[skip:rows]
+
+
+def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> None:
+    """Raises ValueError unless the spans are non-empty, ascending, disjoint and leave a question.
+
+    Args:
+        spans: ``[start, end)`` of each chunk, as token positions of the prompt.
+        num_prompt_tokens: length of the prompt.
+    """
+    if not spans:
+        raise ValueError("spans is empty; blending needs at least one chunk")
+    for index, (start, end) in enumerate(spans):
+        if start < 0:
+            raise ValueError(f"spans[{index}] starts at {start}; allowed: 0 or more")
+        if end <= start:
+            raise ValueError(f"spans[{index}] is [{start}, {end}): an empty chunk")
+        if end > num_prompt_tokens:
+            raise ValueError(
+                f"spans[{index}] is [{start}, {end}): it runs past the prompt of "
+                f"{num_prompt_tokens} tokens"
+            )
+    for index, ((_, end), (start, _)) in enumerate(pairwise(spans), start=1):
+        if start < end:
+            raise ValueError(
+                f"spans[{index}] starts at {start}, before the end of spans[{index - 1}] at "
+                f"{end}; spans must ascend and not overlap"
+            )
+    if spans[-1][1] == num_prompt_tokens:
+        raise ValueError(
+            "spans cover the prompt's last token; the question (at least one token) must follow "
+            "the last chunk, since its logits are what the answer starts from"
+        )
+
+
+@dataclass(eq=False)
+class StepRequest:
+    """One request's window in a forward step: prompt positions ``[position, position + num_rows)``.
+
+    Attributes:
+        row: its first row in the step.
+    """
+
+    plan: BlendPlan | CollectPlan
+    row: int
+    position: int
+    num_rows: int
+    device: torch.device
+
+    @property
+    def settings(self) -> BlendSettings:
+        """The blended request's settings."""
+        assert isinstance(self.plan, BlendPlan)
+        return self.plan.settings
+
+    @cached_property
+    def windows(self) -> list[tuple[ChunkSpan, int, int]]:
+        """Spans with stored KV in this window: ``(span, first, last + 1)`` as prompt positions."""
+        if isinstance(self.plan, CollectPlan):
+            return []
+        end = self.position + self.num_rows
+        found = [(s, max(s.start, self.position), min(s.end, end)) for s in self.plan.spans]
+        return [window for window in found if window[1] < window[2]]
+
+    @cached_property
+    def chunk_rows(self) -> torch.Tensor:
+        """Rows of the step that stored KV stands for, ascending, ``[num_chunk_rows]`` int64."""
+        shift = self.row - self.position
+        parts = [
+            torch.arange(lo + shift, hi + shift, device=self.device) for _, lo, hi in self.windows
+        ]
+        return torch.cat(parts)
+
+    def old_kv(self, layer: int) -> LayerKV:
+        """Stored K and V of ``chunk_rows`` at one layer, each ``[num_chunk_rows, ...]``."""
+        parts = []
+        for span, lo, hi in self.windows:
+            k, v = span.kv.layers[layer]
+            parts.append((k[lo - span.start : hi - span.start], v[lo - span.start : hi - span.start]))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+
+
+@dataclass(eq=False)
+class BlendStep:
+    """One forward step in which at least one request blends or is collected.
+
+    Attributes:
+        requests: those requests; the other rows of the step are computed as always.
+        num_rows: rows of the step, without padding.
+        kv_cache_dtype: vLLM's name for the paged cache's type.
+    """
+
+    requests: list[StepRequest]
+    num_rows: int
+    kv_cache_dtype: str
+
+    @cached_property
+    def blended(self) -> list[StepRequest]:
+        """Requests with stored KV in this step."""
+        return [r for r in self.requests if isinstance(r.plan, BlendPlan) and r.windows]
+
+    @cached_property
+    def collected(self) -> list[StepRequest]:
+        """Requests whose KV is kept."""
+        return [r for r in self.requests if isinstance(r.plan, CollectPlan)]

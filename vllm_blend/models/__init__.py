@@ -1,0 +1,1 @@
+"""Patched model classes: vLLM's own, with the blend path added around their layers."""

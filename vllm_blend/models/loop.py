@@ -1,0 +1,163 @@
+"""The layer loop of a step that blends or collects.
+
+Stock decoder layers do not care how many rows they get: what depends on a row's position they look
+up in vLLM's forward context. So the loop calls the stock layers, with all rows before the check layer
+(status 0) and with the chosen rows from it on (status 1 and 2), under a context that describes those
+rows. Stored KV travels in that context's attention metadata to the backend, which fuses it into the
+paged cache: loop -> layer -> attention -> backend.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+
+from vllm_blend import compat
+from vllm_blend.attention import blend_impl
+from vllm_blend.core import BlendStep, KVShape, Status
+from vllm_blend.door import CacheFuseMetadata
+from vllm_blend.models.collect import collecting
+from vllm_blend.models.frame import Frame
+from vllm_blend.select import deviation, num_kept, top_rows
+
+
+class BlendModel(torch.nn.Module):
+    """Mixin for vLLM's inner models (``LlamaModel`` and its kin).
+
+    Attributes:
+        cache_fuse_metadata: the flags of the paper's code (``door.py``).
+        old_kvs: stored ``[K, V]`` of each layer, for ``cache_fuse_metadata["check"]``.
+        kv_shape: what stored KV must look like here.
+        unsupported: why this engine cannot blend, or None.
+        blend_step: set by the runner's hook for a step that blends or collects, else None.
+    """
+
+    cache_fuse_metadata: CacheFuseMetadata
+    old_kvs: list[Any] | None
+    kv_shape: KVShape
+    unsupported: str | None
+    blend_step: BlendStep | None
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.blend_step is None:
+            return super().__call__(
+                input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
+            )
+        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        return self.blend(hidden, positions, self.blend_step)
+
+    def blend(
+        self, hidden: torch.Tensor, positions: torch.Tensor, step: BlendStep
+    ) -> torch.Tensor:
+        """Runs the layers; returns ``[num_tokens, hidden_size]``, 0 in rows that were not computed."""
+        output = torch.zeros_like(hidden)
+        residual: torch.Tensor | None = None
+        frame = Frame(step, positions, get_forward_context())
+
+        for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer)):
+            status = frame.status(index)
+            if status == Status.CHECK:
+                take = choose(frame, index, layer, hidden, residual)
+                hidden, residual = hidden[take], residual[take]
+                self.cache_fuse_metadata.record(frame)
+            attn, fusion = layer.self_attn.attn, None
+            if status >= Status.CHECK:
+                fusion = frame.fusion(index, attn, status, self.cache_fuse_metadata)
+            if not frame.rows.numel():  # a window of chunked prefill may hold reused tokens alone
+                attn.impl.fuse(attn, attn.kv_cache, fusion)
+                continue
+            with frame.context(attn, fusion), collecting(frame, index, layer.self_attn):
+                hidden, residual = layer(frame.positions, hidden, residual)
+
+        if frame.rows.numel():
+            hidden, _ = self.norm(hidden, residual)
+            output[frame.rows] = hidden[: frame.rows.numel()]
+        return output
+
+
+def choose(
+    frame: Frame, index: int, layer: Any, hidden: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """HKVD selection at check layer ``index``; returns the frame's rows that go on."""
+    kept = {}
+    for request in frame.step.blended:
+        if index not in request.settings.check_layers:
+            continue
+        at, chunk_index = frame.candidates(request)
+        fresh = fresh_v(layer, hidden[at], residual[at])
+        stored = request.old_kv(index)[1].to(fresh.device)
+        count = num_kept(request.settings.ratio_at(index), request.chunk_rows.numel())
+        best = top_rows(deviation(fresh, stored[chunk_index]), count)
+        kept[request] = chunk_index[best]
+    return frame.shrink(kept)
+
+
+def fresh_v(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """V that a stock decoder layer would compute, ``[num_rows, num_kv_heads, head_size]``.
+
+    Args:
+        layer: a decoder layer of any family here: they share these names.
+        hidden, residual: its inputs, ``[num_rows, hidden_size]``; overwritten.
+    """
+    normed, _ = layer.input_layernorm(hidden, residual)
+    qkv, _ = layer.self_attn.qkv_proj(normed)
+    attn = layer.self_attn.attn
+    return qkv[:, -layer.self_attn.kv_size :].view(-1, attn.num_kv_heads, attn.head_size)
+
+
+def enable_blending(
+    model: torch.nn.Module, blend_class: type[BlendModel], vllm_config: VllmConfig
+) -> None:
+    """Makes vLLM's inner model ``model`` a ``blend_class``, in place.
+
+    Where the engine's settings cannot blend, the model stays on vLLM's own path: a warning says so at
+    start-up, and a request that asks for blending is refused with the same sentence.
+
+    Raises:
+        ValueError: if blending was asked for in ``additional_config={"vllm_blend": {...}}`` and the
+            engine's settings cannot blend.
+    """
+    model.__class__ = blend_class
+    assert isinstance(model, BlendModel)
+    model.cache_fuse_metadata = CacheFuseMetadata()
+    model.old_kvs = None
+    model.blend_step = None
+    model.unsupported = compat.why_unsupported(vllm_config)
+    if model.unsupported is None:
+        model.unsupported = prepare_layers(model, vllm_config)
+    if model.unsupported is not None:
+        compat.report_unsupported(vllm_config, model.unsupported)
+    compat.install_hooks(model, vllm_config)
+
+
+def prepare_layers(model: Any, vllm_config: VllmConfig) -> str | None:
+    """Gives each layer's attention its blend path; returns why that cannot be, or None."""
+    attns = [layer.self_attn.attn for layer in model.layers]
+    if reason := compat.why_attention_unsupported(attns):
+        return reason
+    try:
+        impls = [blend_impl(attn.attn_backend.get_name()) for attn in attns]
+    except ValueError as error:
+        return str(error)
+    for layer, impl in zip(model.layers, impls, strict=True):
+        layer.self_attn.attn.impl.__class__ = impl
+        layer.self_attn.attn.impl.rotary_emb = layer.self_attn.rotary_emb
+        layer.self_attn.hack_kv = None
+    model.kv_shape = KVShape(
+        num_layers=len(attns),
+        num_kv_heads=attns[0].num_kv_heads,
+        head_size=attns[0].head_size,
+        dtype=vllm_config.model_config.dtype,
+    )
+    return None

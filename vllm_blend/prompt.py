@@ -1,0 +1,87 @@
+"""Prompts as spans of token ids: a head, the chunks, the question, a tail.
+
+Nothing is decoded and encoded again. Head and tail are what the tokenizer puts around a text: BOS for
+Llama and Mistral, nothing for Qwen, or all of a chat template. They are found by what two different
+texts have in common, so a tokenizer that joins marker and text (SentencePiece) is cut right too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The token ids before the first chunk and after the question."""
+
+    head: TokenIds
+    tail: TokenIds
+
+
+def common_frame(encode: Callable[[str], Sequence[int]]) -> Frame:
+    """The ids that ``encode`` puts before and after any text.
+
+    Args:
+        encode: text to token ids, special tokens or template included.
+    """
+    one, two = list(encode("0")), list(encode("Q"))
+    head = 0
+    while head < min(len(one), len(two)) and one[head] == two[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(one), len(two)) - head and one[-1 - tail] == two[-1 - tail]:
+        tail += 1
+    return Frame(tuple(one[:head]), tuple(one[len(one) - tail :]))
+
+
+def plain_frame(tokenizer: Any) -> Frame:
+    """Raw text: BOS where the tokenizer adds one. Nothing follows the question, EOS included."""
+    frame = common_frame(tokenizer.encode)
+    return Frame(frame.head, ())
+
+
+def chat_frame(tokenizer: Any, system: str | None = None) -> Frame:
+    """One user turn in the tokenizer's chat template, up to where the assistant starts.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        system: a system message, or None for the template's own default.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template; use chat=False for raw text")
+
+    def encode(text: str) -> Sequence[int]:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": text})
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        ids: Sequence[int] = tokenizer.encode(rendered, add_special_tokens=False)
+        return ids
+
+    return common_frame(encode)
+
+
+def text_ids(tokenizer: Any, text: str | Sequence[int], name: str) -> TokenIds:
+    """Token ids of a piece of a prompt, without special tokens; ids pass through.
+
+    Raises:
+        ValueError: names the piece if it is empty.
+        TypeError: names the piece if it is neither text nor token ids.
+    """
+    if isinstance(text, str):
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    elif isinstance(text, Sequence) and all(type(token) is int for token in text):
+        ids = tuple(text)
+    else:
+        raise TypeError(f"{name} is {type(text).__name__}; expected text or a list of token ids")
+    if not ids:
+        raise ValueError(f"{name} is empty; expected at least one token")
+    return ids

@@ -1,0 +1,28 @@
+"""HKVD selection: the rows whose KV deviates most go on (CacheBlend, arXiv 2405.16444, section 4.3)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def deviation(fresh: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Squared L2 distance of fresh to stored V, per token, in fp32.
+
+    Args:
+        fresh: ``[num_tokens, num_kv_heads, head_size]``.
+        stored: the same shape.
+
+    Returns:
+        ``[num_tokens]`` float32.
+    """
+    return (fresh.float() - stored.float()).square().sum(dim=(1, 2))
+
+
+def num_kept(ratio: float, num_chunk_rows: int) -> int:
+    """Rows that ``ratio`` of ``num_chunk_rows`` keeps: rounded down, all at 1.0."""
+    return int(ratio * num_chunk_rows)
+
+
+def top_rows(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the ``count`` highest scores, ascending, ``[count]`` int64."""
+    return torch.topk(scores, min(count, scores.numel()), sorted=False).indices.sort().values
