@@ -65,9 +65,9 @@ $(cpu) $(test): .venv/.made
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
 	  || { echo "Needs Python 3.11 to 3.14 (vLLM's range): make PYTHON=python3.11 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-	  || { echo "This Python cannot make environments: apt-get install python3-venv"; exit 1; }
+	  || { echo "This Python cannot make environments: apt-get install python3-venv libnuma1"; exit 1; }
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
-	  || { echo "vLLM on a CPU needs a system library: apt-get install libnuma1"; exit 1; }
+	  || { echo "vLLM on a CPU needs a system library: apt-get install python3-venv libnuma1"; exit 1; }
 	@echo "Making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 	@touch $@

@@ -1,9 +1,9 @@
 """The friendly door: chunks and a question in, an answer out; no flags.
 
-    blender = Blender(llm)
-    chunks = [blender.chunk(text) for text in documents]    # each chunk's KV is computed once
-    prompt = blender.prompt(chunks, "Who founded the bakery?")
-    print(blender.generate(prompt).outputs[0].text)
+blender = Blender(llm)
+chunks = [blender.chunk(text) for text in documents]    # each chunk's KV is computed once
+prompt = blender.prompt(chunks, "Who founded the bakery?")
+print(blender.generate(prompt).outputs[0].text)
 """
 
 from __future__ import annotations
@@ -78,12 +78,10 @@ class Blender:
             chat = bool(getattr(self.tokenizer, "chat_template", None))
         if system is not None and not chat:
             raise ValueError("system is set, but chat is False; put it into the question instead")
-        self.frame: Frame = (
-            chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
-        )
+        self.frame: Frame = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
         self._chunks: dict[TokenIds, Chunk] = {}
-        self._head: ChunkSpan | None = None
+        self._head = self._collect_head()
 
     def chunk(self, text: str | Sequence[int]) -> Chunk:
         """The chunk of ``text`` (or token ids), with its KV; computed at first sight only."""
@@ -101,8 +99,13 @@ class Blender:
         """Drops a chunk's KV from this object; the KV is freed with its last reference."""
         self._chunks.pop(chunk.token_ids, None)
 
-    def prompt(self, chunks: Sequence[Chunk], question: str | Sequence[int]) -> BlendPrompt:
-        """Head, chunks in this order, question, tail.
+    def prompt(
+        self,
+        chunks: Sequence[Chunk],
+        question: str | Sequence[int],
+        answer: Sequence[int] = (),
+    ) -> BlendPrompt:
+        """Head, chunks in this order, question, tail; then ``answer``, to go on from its token ids.
 
         Raises:
             ValueError: if there is no chunk, or the question is empty.
@@ -110,13 +113,14 @@ class Blender:
         if not chunks:
             raise ValueError("chunks is empty; blending needs at least one chunk")
         token_ids = list(self.frame.head)
-        spans = []
+        spans = [] if self._head is None else [self._head]
         for chunk in chunks:
             spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
             token_ids += chunk.token_ids
             token_ids += self.separator
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
+        token_ids += answer
         return BlendPrompt(token_ids, tuple(spans))
 
     def generate(
@@ -145,14 +149,26 @@ class Blender:
         outputs = self._run([p.token_ids for p in many], params, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
 
-    def _collect(self, chunks: list[TokenIds], use_tqdm: bool) -> list[StoredKV]:
-        from vllm import SamplingParams
+    def _collect_head(self) -> ChunkSpan | None:
+        """The head stands first in every prompt, so its KV, computed alone, is exact."""
+        if not self.frame.head:
+            return None
+        plan = CollectPlan()
+        self._run([list(self.frame.head)], self._collect_params(), [plan], use_tqdm=False)
+        return ChunkSpan(0, StoredKV(tuple(plan.kv)), self.frame.head)
 
+    def _collect(self, chunks: list[TokenIds], use_tqdm: bool) -> list[StoredKV]:
         head = list(self.frame.head)
         plans = [CollectPlan(start=len(head)) for _ in chunks]
-        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._run([head + list(ids) for ids in chunks], params, plans, use_tqdm)
+        prompts = [head + list(ids) for ids in chunks]
+        self._run(prompts, self._collect_params(), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
+
+    @staticmethod
+    def _collect_params() -> SamplingParams:
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 
     def _run(
         self,

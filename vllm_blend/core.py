@@ -1,8 +1,8 @@
 """The values that pass between the stages, and who fills each.
 
-    request  -> BlendPlan / CollectPlan     the user's door (``door.py``, ``blender.py``)
-    step     -> BlendStep of StepRequests   the runner's hook (``compat.py``), once a forward step
-    layer    -> Status, old_kv, metadata    the layer loop (``models/loop.py``)
+request  -> BlendPlan / CollectPlan     the user's door (``door.py``, ``blender.py``)
+step     -> BlendStep of StepRequests   the runner's hook (``compat.py``), once a forward step
+layer    -> Status, old_kv, metadata    the layer loop (``models/loop.py``)
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class StoredKV:
     def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:
         """Raises ValueError, naming ``name`` and the shape, if this does not fit."""
         if len(self.layers) != shape.num_layers:
-            raise ValueError(
-                f"{name} has {len(self.layers)} layers; the model has {shape.num_layers}"
-            )
+            raise ValueError(f"{name} has {len(self.layers)} layers; the model has {shape.num_layers}")
         expected = shape.of(num_tokens)
         for index, layer in enumerate(self.layers):
             if len(layer) != 2:
@@ -230,9 +228,7 @@ class StepRequest:
     def chunk_rows(self) -> torch.Tensor:
         """Rows of the step that stored KV stands for, ascending, ``[num_chunk_rows]`` int64."""
         shift = self.row - self.position
-        parts = [
-            torch.arange(lo + shift, hi + shift, device=self.device) for _, lo, hi in self.windows
-        ]
+        parts = [torch.arange(lo + shift, hi + shift, device=self.device) for _, lo, hi in self.windows]
         return torch.cat(parts)
 
     def old_kv(self, layer: int) -> LayerKV:

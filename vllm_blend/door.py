@@ -115,9 +115,7 @@ class CacheFuseMetadata(MutableMapping[str, Any]):
 
     def _check_key(self, key: str) -> None:
         if key not in self._values:
-            raise KeyError(
-                f"unknown cache_fuse_metadata key {key!r}; known: {', '.join(self._values)}"
-            )
+            raise KeyError(f"unknown cache_fuse_metadata key {key!r}; known: {', '.join(self._values)}")
 
     def settings(self) -> BlendSettings:
         """The settings that apply to a request added now."""

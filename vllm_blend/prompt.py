@@ -60,9 +60,7 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> Frame:
     def encode(text: str) -> Sequence[int]:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids: Sequence[int] = tokenizer.encode(rendered, add_special_tokens=False)
         return ids
 

@@ -15,6 +15,10 @@ def deviation(fresh: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[num_tokens]`` float32.
     """
+    if fresh.is_cuda:
+        from vllm_blend.ops import deviation as kernel  # needs Triton
+
+        return kernel.deviation(fresh, stored)
     return (fresh.float() - stored.float()).square().sum(dim=(1, 2))
 
 

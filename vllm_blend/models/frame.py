@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ class Frame:
         self.kept: dict[StepRequest, torch.Tensor] = {}  # indices into its chunk_rows
         self._all_positions = positions
         self._context = context
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
         self._described: dict[int, Any] = {}  # by id of the stock metadata
 
     def status(self, layer: int) -> Status:
@@ -61,6 +62,7 @@ class Frame:
         rows = torch.nonzero_static(mask, size=count).flatten()
         take = torch.searchsorted(self.rows, rows)
         self.rows, self.positions = rows, self._all_positions[rows]
+        self._places.clear()
         self._described.clear()
         return take
 
@@ -79,7 +81,7 @@ class Frame:
 
     def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
         """The stored KV of one layer and where it goes."""
-        chunk_rows, slot_mapping, _ = self._describe(attn)
+        chunk_rows, slot_mapping = self._place(attn)
         old_kvs = [request.old_kv(layer) for request in self.kept]
         k, v = old_kvs[0]
         if len(old_kvs) > 1:
@@ -97,30 +99,30 @@ class Frame:
     def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:
         """The forward context for one layer; without ``fusion`` vLLM's own, for all rows."""
         if fusion is None:
-            with nullcontext():
-                yield
+            yield
             return
         name = attn.layer_name
-        *_, metadata = self._describe(attn)
         context = replace(
             self._context,
-            attn_metadata={name: replace(metadata, fusion=fusion)},
+            attn_metadata={name: replace(self._describe(attn), fusion=fusion)},
             slot_mapping={name: self._context.slot_mapping[name][self.rows]},
         )
         with override_forward_context(context):
             yield
 
-    def _describe(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Chunk rows, their slots and the backend's metadata; shared by layers that share the stock one."""
-        name = attn.layer_name
-        stock = self._context.attn_metadata[name]
-        if id(stock) not in self._described:
+    def _place(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that stored KV stands for, and their slots: -1 where a kept row's fresh KV goes."""
+        slot_mapping = self._context.slot_mapping[attn.layer_name]
+        if id(slot_mapping) not in self._places:
             chunk_rows = torch.cat([request.chunk_rows for request in self.kept])
-            slots = self._context.slot_mapping[name].clone()
+            slots = slot_mapping.clone()
             slots[self.rows] = -1
-            self._described[id(stock)] = (
-                chunk_rows,
-                slots[chunk_rows],
-                attn.impl.metadata(attn, stock, self.step, self.rows),
-            )
+            self._places[id(slot_mapping)] = chunk_rows, slots[chunk_rows]
+        return self._places[id(slot_mapping)]
+
+    def _describe(self, attn: Any) -> Any:
+        """The backend's metadata for the kept rows; shared by layers that share the stock one."""
+        stock = self._context.attn_metadata[attn.layer_name]
+        if id(stock) not in self._described:
+            self._described[id(stock)] = attn.impl.metadata(attn, stock, self.step, self.rows)
         return self._described[id(stock)]

@@ -1,0 +1,149 @@
+"""Time to first token: stock full prefill against blending, side by side in one run.
+
+A prompt is a chat turn over chunks of the inputs. The chunks' KV lies in one safetensors file a chunk;
+blended times include opening the files, so the load counts. The methods take turns; printed is the
+median. "floor" is what full prefill would take if only the rows that blending computes cost time.
+Last line: JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
+
+from harness import hardware, print_table, prompt_of
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from vllm import LLM, SamplingParams
+
+from vllm_blend import Blender, BlendSettings, embedded_model
+from vllm_blend.blender import BlendPrompt
+from vllm_blend.core import ChunkSpan, StoredKV
+
+PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 4000], help="chunk tokens")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.16, 0.3])
+    parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
+    parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
+    options = parser.parse_args()
+
+    longest = max(options.tokens) + 512
+    llm = LLM(
+        model=str(options.model or embedded_model()),
+        dtype="float32",
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+        enable_prefix_caching=False,
+        enforce_eager=not options.compile,
+    )
+    blender = Blender(llm)
+    num_layers = blender.model.kv_shape.num_layers
+    rows, results = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_tokens in options.tokens:
+            prompt = prompt_of(blender, num_tokens)
+            files = save(prompt, pathlib.Path(folder))
+            methods: dict[str, Callable[[], object]] = {
+                "stock": partial(blender.generate, prompt, PARAMS, blend=False)
+            }
+            for ratio in options.ratios:
+                methods[f"blend {ratio:.0%}"] = partial(load_and_blend, blender, prompt, files, ratio)
+            times = measure(methods, options.repeat, f"{len(prompt.token_ids)} tokens")
+            stock = times["stock"]
+            rows.append([len(prompt.token_ids), "stock", f"{stock:.3f} s", "1.00x", "", ""])
+            results.append({"tokens": len(prompt.token_ids), "method": "stock", "ttft_s": stock})
+            for ratio in options.ratios:
+                ttft = times[f"blend {ratio:.0%}"]
+                fresh = len(prompt.token_ids) - prompt.num_reused
+                kept = int(ratio * prompt.num_reused) + fresh
+                floor = stock * (1 + (num_layers - 1) * kept / len(prompt.token_ids)) / num_layers
+                rows.append(
+                    [
+                        len(prompt.token_ids),
+                        f"blend {ratio:.0%}",
+                        f"{ttft:.3f} s",
+                        f"{stock / ttft:.2f}x",
+                        kept,
+                        f"{stock / floor:.2f}x",
+                    ]
+                )
+                results.append(
+                    {
+                        "tokens": len(prompt.token_ids),
+                        "method": "blend",
+                        "ratio": ratio,
+                        "ttft_s": ttft,
+                        "speedup": stock / ttft,
+                        "rows": kept,
+                        "floor_s": floor,
+                    }
+                )
+    where = f"{hardware()}, {'torch.compile' if options.compile else 'eager'}"
+    print(f"\n{where}; {llm.llm_engine.model_config.model}\n")
+    print_table(["tokens", "method", "TTFT", "speedup", "rows computed", "at the floor"], rows)
+    print()
+    print(json.dumps({"hardware": where, "repeat": options.repeat, "results": results}))
+
+
+def measure(methods: dict[str, Callable[[], object]], repeat: int, name: str) -> dict[str, float]:
+    """Median seconds of each method; they take turns, after one warm-up each."""
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    for turn in tqdm(range(repeat + 1), desc=name, unit="round"):
+        for method, run in methods.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                seconds[method].append(time.perf_counter() - start)
+    return {method: median(values) for method, values in seconds.items()}
+
+
+def load_and_blend(
+    blender: Blender, prompt: BlendPrompt, files: list[pathlib.Path], ratio: float
+) -> None:
+    settings = BlendSettings(recomp_ratio=ratio)
+    blender.generate(load(prompt, files), PARAMS, settings=settings)
+
+
+def save(prompt: BlendPrompt, folder: pathlib.Path) -> list[pathlib.Path]:
+    """One file a chunk, with K and V of every layer."""
+    files = []
+    for number, span in enumerate(prompt.spans):
+        files.append(folder / f"{len(prompt.token_ids)}-{number}.safetensors")
+        layers = enumerate(span.kv.layers)
+        tensors = {
+            f"{kind}{i}": t.contiguous() for i, kv in layers for kind, t in zip("kv", kv, strict=True)
+        }
+        save_file(tensors, files[-1])
+    return files
+
+
+def load(prompt: BlendPrompt, files: list[pathlib.Path]) -> BlendPrompt:
+    """The prompt, with its chunks' KV read anew."""
+    spans = []
+    for span, file in zip(prompt.spans, files, strict=True):
+        tensors = load_file(file)
+        layers = tuple((tensors[f"k{i}"], tensors[f"v{i}"]) for i in range(len(span.kv.layers)))
+        spans.append(ChunkSpan(span.start, StoredKV(layers), span.token_ids))
+    return BlendPrompt(prompt.token_ids, tuple(spans))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The friendly door, and quality as ratio and mask change, on SmolLM2 and the inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine
+
+from vllm_blend import Blender, BlendSettings
+from vllm_blend.quality import kl_divergence, suffix_logits
+
+INPUTS = Path(__file__).parent.parent / "inputs"
+
+
+@pytest.fixture(scope="module")
+def blender(smollm2_engine: Engine) -> Blender:
+    return Blender(smollm2_engine.llm)
+
+
+@pytest.fixture(scope="module")
+def sample() -> dict[str, Any]:
+    return json.loads((INPUTS / "3.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def texts(sample: dict[str, Any]) -> list[str]:
+    return [sample[str(i)] for i in range(sample["chunk_num"])]
+
+
+def test_a_chunk_is_computed_once(blender: Blender, texts: list[str], monkeypatch: Any) -> None:
+    runs: list[int] = []
+    run = blender._run
+    monkeypatch.setattr(
+        blender, "_run", lambda prompts, *rest: runs.append(len(prompts)) or run(prompts, *rest)
+    )
+    first, again, second = blender.chunks([texts[0], texts[0], texts[1]])
+    assert first is again
+    assert blender.chunk(texts[1]) is second
+    assert blender.chunk(list(first.token_ids)) is first
+    assert sum(runs) == 2
+    blender.forget(first)
+    assert blender.chunk(texts[0]) is not first
+    assert sum(runs) == 3
+
+
+def test_prompt_is_what_the_chat_template_says(blender: Blender, texts: list[str]) -> None:
+    prompt = blender.prompt(blender.chunks(texts), "What is the limit?")
+    text = "\n\n".join([*texts, "What is the limit?"])
+    rendered = blender.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    assert blender.tokenizer.decode(prompt.token_ids) == rendered
+    for span, chunk in zip(prompt.spans[1:], blender.chunks(texts), strict=True):
+        assert tuple(prompt.token_ids[span.start : span.end]) == chunk.token_ids
+    assert prompt.spans[0].token_ids == blender.frame.head
+
+
+def test_ratio_one_answers_as_full_prefill(blender: Blender, texts: list[str], sample: Any) -> None:
+    from vllm import SamplingParams
+
+    prompt = blender.prompt(blender.chunks(texts), sample["query"])
+    params = SamplingParams(temperature=0, max_tokens=12)
+    blended = blender.generate(prompt, params, settings=BlendSettings(recomp_ratio=1.0))
+    full = blender.generate(prompt, params, blend=False)
+    assert blended.outputs[0].token_ids == full.outputs[0].token_ids
+    several = blender.generate([prompt, prompt], params, settings=BlendSettings(recomp_ratio=1.0))
+    assert [output.outputs[0].token_ids for output in several] == [full.outputs[0].token_ids] * 2
+
+
+def test_kl_falls_as_the_ratio_rises_and_the_exact_mask_is_nearer(
+    blender: Blender, texts: list[str], sample: Any
+) -> None:
+    prompt = blender.prompt(blender.chunks(texts), sample["query"])
+    full = suffix_logits(blender, prompt, blend=False)
+    assert full.shape[0] == len(prompt.token_ids) - prompt.spans[-1].end
+
+    def kl(ratio: float, mask: str = "exact") -> float:
+        settings = BlendSettings(recomp_ratio=ratio, mask=mask)
+        return kl_divergence(full, suffix_logits(blender, prompt, settings=settings))
+
+    by_ratio = [kl(ratio) for ratio in (0.0, 0.16, 0.5, 1.0)]
+    assert by_ratio == sorted(by_ratio, reverse=True)
+    assert by_ratio[-1] < 1e-6
+    assert kl(0.5, "bottom_right") > by_ratio[2]
+
+
+def test_suffix_logits_end_where_the_engine_samples(blender: Blender, texts: list[str]) -> None:
+    from vllm import SamplingParams
+
+    prompt = blender.prompt(blender.chunks(texts[:2]), "Why?")
+    token = (
+        blender.generate(prompt, SamplingParams(temperature=0, max_tokens=1)).outputs[0].token_ids[0]
+    )
+    assert int(suffix_logits(blender, prompt)[-1].argmax()) == token
+
+
+def test_raw_text_and_arguments(smollm2_engine: Engine) -> None:
+    blender = Blender(smollm2_engine.llm, chat=False, separator="")
+    assert blender.frame.head == blender.frame.tail == ()  # SmolLM2 adds no BOS
+    prompt = blender.prompt([blender.chunk("The sky is green today.")], " Is it?", answer=[5, 6])
+    assert prompt.spans[0].start == 0
+    assert prompt.token_ids[-2:] == [5, 6]
+    with pytest.raises(ValueError, match="chunks is empty"):
+        blender.prompt([], "Is it?")
+    with pytest.raises(ValueError, match="question is empty"):
+        blender.prompt([blender.chunk("x")], "")
+    with pytest.raises(ValueError, match="system is set, but chat is False"):
+        Blender(smollm2_engine.llm, chat=False, system="Be brief.")
+    with pytest.raises(ValueError, match="the model has 30 layers"):
+        Blender(smollm2_engine.llm, BlendSettings(check_layers=(30,)))
+
+
+def test_stored_kv_is_what_a_chunk_is_kept_as(blender: Blender) -> None:
+    chunk = blender.chunk("Tolmere is a harbour town.")
+    shape = blender.model.kv_shape
+    chunk.kv.check(shape, len(chunk.token_ids))
+    assert chunk.kv.num_bytes == 2 * 30 * len(chunk.token_ids) * 3 * 64 * 4
+    assert all(t.dtype == torch.float32 for layer in chunk.kv.layers for t in layer)

@@ -1,0 +1,219 @@
+"""vLLM's entry point: light, repeatable, harmless where nothing blends, loud where it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine
+
+import vllm_blend
+from vllm_blend import plugin
+
+
+def python(code: str, *args: str, **environment: str) -> str:
+    """Standard output of ``code`` in a fresh interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, vllm_blend, vllm_blend.plugin, vllm_blend.embedded;"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'numpy') if m in sys.modules])"
+    )
+    assert python(code).strip() == "[]"
+
+
+def test_registering_imports_no_model_code_and_repeats() -> None:
+    code = (
+        "import sys; from vllm_blend.plugin import register, ARCHITECTURES; register(); register();"
+        "from vllm.model_executor.models.registry import ModelRegistry as registry;"
+        "names = {registry.models[a].module_name for a in ARCHITECTURES};"
+        "print(names == {'vllm_blend.models.families'},"
+        "'vllm.model_executor.models.llama' in sys.modules, 'vllm_blend.models' in sys.modules)"
+    )
+    assert python(code).split() == ["True", "False", "False"]
+
+
+def test_entry_point_is_installed() -> None:
+    from importlib.metadata import entry_points
+
+    (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "vllm_blend"]
+    assert entry.load() is plugin.register
+
+
+def test_names_of_the_package() -> None:
+    for name in vllm_blend.__all__:
+        assert getattr(vllm_blend, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        vllm_blend.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [(None, "vLLM is not installed"), ("0.33.0", "vLLM 0.33.0 is installed, but"), ("0.32.5", "")],
+)
+def test_other_versions_are_left_alone_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str | None,
+    sentence: str,
+) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setattr(plugin, "vllm_version", lambda: version)
+    registered: list[str] = []
+    monkeypatch.setattr(ModelRegistry, "register_model", lambda name, target: registered.append(name))
+    monkeypatch.setattr(
+        "logging.Logger.warning", lambda self, text, *args: caplog.records.append(text % args)
+    )
+    plugin.register()
+    if sentence:
+        assert registered == []
+        assert any(sentence in str(record) for record in caplog.records)
+    else:
+        assert registered == list(plugin.ARCHITECTURES)
+
+
+def test_the_paper_scripts_chain_reaches_the_model(llama: Engine) -> None:
+    chain = llama.llm.llm_engine.model_executor.driver_worker.model_runner.model.model
+    assert chain is vllm_blend.blend_model(llama.llm)
+    assert chain.cache_fuse_metadata["check_layers"] == [1]
+    assert chain.cache_fuse_metadata["recomp_ratio"] == 0.16
+    assert set(chain.cache_fuse_metadata) >= {
+        *("check", "collect", "check_layers", "recomp_ratio", "recomp_ratios", "suffix_len"),
+        *("imp_indices", "org_pos", "org_seq_len", "attn_bias", "kv_cache_dtype"),
+        *("original_slot_mapping", "our_slot_mapping", "fake_q"),
+    }
+    assert chain.old_kvs is None
+    assert not chain.cache_fuse_metadata["check"]
+
+
+def test_results_of_a_step(llama: Engine) -> None:
+    chunks, question = [llama.ids(40, 1), llama.ids(30, 2)], llama.ids(6, 3)
+    old_kvs = llama.stored(chunks)
+    with llama.blending(old_kvs, 6, recomp_ratio=0.5):
+        llama.generate([sum(chunks, []) + question])
+    flags = llama.flags
+    assert flags["org_seq_len"] == 76
+    assert flags["org_pos"].tolist() == list(range(76))
+    kept = flags["imp_indices"]
+    assert kept.tolist()[-6:] == list(range(70, 76))
+    assert torch.equal(flags["our_slot_mapping"], flags["original_slot_mapping"][kept])
+    assert len(set(flags["original_slot_mapping"].tolist())) == 76
+    assert flags["kv_cache_dtype"] == "auto"
+    assert flags["fake_q"] is None
+
+
+STOCK = """
+import json, sys
+from vllm import LLM, SamplingParams
+options = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=1024, skip_tokenizer_init=True, **options)
+sizes = ((3, 200), (7, 90), (5, 9))
+prompts = [{"prompt_token_ids": [(i * j) % 300 + 10 for i in range(1, n)]} for j, n in sizes]
+found = []
+for drawn in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
+    params = SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True, detokenize=False, **drawn)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        answer = output.outputs[0]
+        table = [{t: lp.logprob for t, lp in step.items()} for step in answer.logprobs]
+        found.append([list(answer.token_ids), table])
+runner = llm.llm_engine.model_executor.driver_worker.model_runner
+print(json.dumps([type(runner.model).__name__, found]))
+"""
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_without_blending_outputs_are_bit_equal_to_stock(
+    tiny: Any, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    results = {}
+    for plugins in ("vllm_blend", "none"):
+        cache = {"VLLM_CACHE_ROOT": str(tmp_path / plugins)}  # each compiles for itself
+        output = python(STOCK, str(tiny(family)), json.dumps(options), VLLM_PLUGINS=plugins, **cache)
+        results[plugins] = json.loads(output.splitlines()[-1])
+    assert results["vllm_blend"][0].startswith("Blend")
+    assert not results["none"][0].startswith("Blend")
+    assert results["vllm_blend"][1] == results["none"][1]
+
+
+COMPILED = """
+import sys; sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from engines import make_engine, relative_error
+with make_engine(Path(sys.argv[1]), enforce_eager=False) as engine:
+    chunks, question = [engine.ids(60, 1), engine.ids(50, 2)], engine.ids(7, 3)
+    prompt = sum(chunks, []) + question
+    tokens, logits = engine.run(prompt)
+    with engine.blending(engine.collect(prompt), 7, recomp_ratio=0.16):
+        blended, blended_logits = engine.run(prompt)
+    again, _ = engine.run(prompt)
+    assert engine.model.compiled or engine.model.aot_compiled_fn, "stock steps were not compiled"
+    print(tokens == blended == again, relative_error(blended_logits, logits) < 1e-4)
+"""
+
+
+def test_blending_beside_compiled_steps(tiny: Any) -> None:
+    output = python(COMPILED, str(tiny("qwen3")), str(Path(__file__).parent))
+    assert output.splitlines()[-1] == "True True"
+
+
+REFUSED = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm_blend import blend_model
+options = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=512, skip_tokenizer_init=True, **options)
+params = SamplingParams(max_tokens=3, detokenize=False, ignore_eos=True)
+output = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+try:
+    blend_model(llm)
+except RuntimeError as error:
+    print(json.dumps([len(output[0].outputs[0].token_ids), str(error)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "sentence"),
+    [
+        ({"enable_lora": True, "enforce_eager": True}, {}, "blending does not support LoRA"),
+        ({"enforce_eager": True}, {"VLLM_PLUGINS": "none"}, "LlamaForCausalLM cannot blend"),
+        (
+            {"enforce_eager": True},
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            "set VLLM_ENABLE_V1_MULTIPROCESSING=0",
+        ),
+    ],
+    ids=["lora", "not loaded", "other process"],
+)
+def test_an_engine_that_cannot_blend_serves_and_says_why(
+    tiny: Any, options: dict[str, Any], environment: dict[str, str], sentence: str
+) -> None:
+    output = python(REFUSED, str(tiny("llama")), json.dumps(options), **environment)
+    (line,) = [line for line in output.splitlines() if line.startswith("[3, ")]
+    error = json.loads(line)[1]
+    assert sentence in error
+
+
+def test_asking_for_blending_where_it_cannot_be_stops_the_start(tiny: Any) -> None:
+    code = REFUSED.replace("llm = LLM(", "llm = LLM(additional_config={'vllm_blend': {}}, model=")
+    with pytest.raises(
+        AssertionError, match="additional_config asks for vllm_blend, but blending does"
+    ):
+        python(code, str(tiny("llama")), json.dumps({"enable_lora": True, "enforce_eager": True}))

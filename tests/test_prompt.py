@@ -1,0 +1,116 @@
+"""Prompts of token ids with Llama-, Mistral- and Qwen-style tokenizers, trained here on the inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from vllm_blend.prompt import chat_frame, plain_frame, text_ids
+
+INPUTS = Path(__file__).parent.parent / "inputs"
+LLAMA_CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"
+    "<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+MISTRAL_CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n{% else %}"
+    "[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+QWEN_CHAT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STYLES = {
+    "llama": (False, "<s>", LLAMA_CHAT, ["<|start|>", "<|end|>", "<|eot|>"]),
+    "mistral": (True, "<s>", MISTRAL_CHAT, ["[INST]", "[/INST]"]),
+    "qwen": (False, None, QWEN_CHAT, ["<|im_start|>", "<|im_end|>"]),
+}
+
+
+def make_tokenizer(style: str) -> Any:
+    """Byte-level BPE, or for Mistral SentencePiece-like BPE that puts a space mark before a text."""
+    from transformers import PreTrainedTokenizerFast
+
+    sentencepiece, bos, template, specials = STYLES[style]
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    if sentencepiece:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    alphabet = [] if sentencepiece else pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1200,
+        special_tokens=["<unk>", "<s>", "</s>", *specials],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train([str(path) for path in INPUTS.glob("*.json")], trainer)
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=bos,
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=template,
+        additional_special_tokens=specials,
+    )
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def style(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    return request.param, make_tokenizer(request.param)
+
+
+def test_plain_head_is_bos_where_the_tokenizer_adds_one(style: tuple[str, Any]) -> None:
+    name, tokenizer = style
+    frame = plain_frame(tokenizer)
+    assert frame.tail == ()
+    assert frame.head == (() if name == "qwen" else (tokenizer.bos_token_id,))
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_chat_frame_around_a_text_is_the_rendered_template(
+    style: tuple[str, Any], system: str | None
+) -> None:
+    name, tokenizer = style
+    frame = chat_frame(tokenizer, system)
+    text = "Where is the museum?"
+    messages = [{"role": "user", "content": text}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    assert [*frame.head, *text_ids(tokenizer, text, "question"), *frame.tail] == ids
+    assert ids.count(tokenizer.convert_tokens_to_ids("<s>")) == (0 if name == "qwen" else 1)
+
+
+def test_chunks_keep_their_ids_wherever_they_stand(style: tuple[str, Any]) -> None:
+    _, tokenizer = style
+    sample = json.loads((INPUTS / "1.json").read_text())
+    pieces = [text_ids(tokenizer, sample[str(i)], "chunk") for i in range(3)]
+    assert all(tokenizer.bos_token_id not in piece for piece in pieces)
+    assert [text_ids(tokenizer, list(piece), "chunk") for piece in pieces] == pieces
+
+
+def test_no_template_and_no_text_are_refused(style: tuple[str, Any]) -> None:
+    _, tokenizer = style
+    with pytest.raises(ValueError, match="chunk 3 is empty"):
+        text_ids(tokenizer, "", "chunk 3")
+    with pytest.raises(ValueError, match="question is empty"):
+        text_ids(tokenizer, [], "question")
+    with pytest.raises(TypeError, match="question is float; expected text or a list of token ids"):
+        text_ids(tokenizer, 1.5, "question")  # type: ignore[arg-type]
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_frame(tokenizer)
+    tokenizer.chat_template = STYLES["qwen"][2]

@@ -1,0 +1,59 @@
+"""How far a blended answer is from full prefill's: logits of the question, and KL divergence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_blend.blender import Blender, BlendPrompt
+
+if TYPE_CHECKING:
+    from vllm_blend.settings import BlendSettings
+
+
+def suffix_logits(
+    blender: Blender,
+    prompt: BlendPrompt,
+    *,
+    settings: BlendSettings | None = None,
+    blend: bool = True,
+) -> torch.Tensor:
+    """Logits at every token behind the last chunk, ``[num_suffix_tokens, vocab_size]`` float32.
+
+    To score an answer by teacher forcing, append its tokens to the question. The prompt must fit one
+    step (``max_num_batched_tokens``) and not be in the prefix cache.
+
+    Raises:
+        RuntimeError: if the engine computed the prompt in parts.
+    """
+    from vllm import SamplingParams
+
+    outer = blender.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+    hidden: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        hidden.append(output)
+
+    hook = outer.register_forward_hook(keep, with_kwargs=True)
+    try:
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        blender.generate(prompt, params, settings=settings, blend=blend)
+    finally:
+        hook.remove()
+    num_tokens = len(prompt.token_ids)
+    if len(hidden) != 1 or hidden[0].shape[0] < num_tokens:
+        raise RuntimeError(
+            f"the engine computed the {num_tokens} tokens in {len(hidden)} steps of at most "
+            f"{max(h.shape[0] for h in hidden)}; raise max_num_batched_tokens and turn prefix "
+            "caching off"
+        )
+    suffix = hidden[0][prompt.spans[-1].end : num_tokens]
+    logits: torch.Tensor = outer.compute_logits(suffix).float()
+    return logits
+
+
+def kl_divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
+    """Mean KL(full || blended) over tokens, in nats; both ``[num_tokens, vocab_size]`` logits."""
+    p, q = full.log_softmax(-1), blended.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
