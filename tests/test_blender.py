@@ -40,7 +40,7 @@ def test_a_chunk_is_computed_once(blender: Blender, texts: list[str], monkeypatc
     first, again, second = blender.chunks([texts[0], texts[0], texts[1]])
     assert first is again
     assert blender.chunk(texts[1]) is second
-    assert blender.chunk(list(first.token_ids)) is first
+    assert blender.chunk(list(first.token_ids[: -len(blender.separator)])) is first
     assert sum(runs) == 2
     blender.forget(first)
     assert blender.chunk(texts[0]) is not first

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk's token ids and their KV, computed behind the prompt's head alone."""
+    """A chunk's token ids, separator included, and their KV, computed behind the head alone."""
 
     token_ids: TokenIds
     kv: StoredKV = field(repr=False)
@@ -53,7 +53,7 @@ class Blender:
         settings: which tokens are recomputed; see ``BlendSettings``.
         chat: put prompts into the model's chat template; None: if it has one.
         system: system message of the chat template; None: the template's default.
-        separator: text between chunks; its tokens are recomputed in every prompt.
+        separator: text behind each chunk; it becomes part of the chunk.
 
     Raises:
         RuntimeError: if the model cannot blend; says why.
@@ -89,7 +89,10 @@ class Blender:
 
     def chunks(self, texts: Sequence[str | Sequence[int]], *, use_tqdm: bool = False) -> list[Chunk]:
         """Like ``chunk``, for many in one batch."""
-        ids = [text_ids(self.tokenizer, text, f"chunk {i}") for i, text in enumerate(texts)]
+        ids = [
+            text_ids(self.tokenizer, text, f"chunk {i}") + self.separator
+            for i, text in enumerate(texts)
+        ]
         missing = [key for key in dict.fromkeys(ids) if key not in self._chunks]
         for key, kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
             self._chunks[key] = Chunk(key, kv)
@@ -117,7 +120,6 @@ class Blender:
         for chunk in chunks:
             spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
             token_ids += chunk.token_ids
-            token_ids += self.separator
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
         token_ids += answer

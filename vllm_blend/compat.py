@@ -4,10 +4,12 @@ vLLM is patched through its registries where it has them. What is left is here:
 
 ``GPUModelRunner._model_forward``   wrapped, so that a step knows which rows belong to which request.
     vLLM documents the method as overridable, but offers no way to name a runner class.
-    Goes when the V1 runner has a per-model state hook, as the V2 runner does.
+    Goes when the V1 runner has a per-model state hook, as the V2 runner does (``models/state.py``).
 ``InputProcessor.process_inputs``   wrapped, so that a plan is checked before its request is queued, and
     the request gets a cache salt before its blocks are hashed.
     Goes when vLLM has an admission hook for plugins.
+
+What only engines on CUDA need is in ``compat_cuda.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import logging
 import uuid
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from vllm_blend import compat_cuda
 from vllm_blend.core import BlendPlan, BlendStep, CollectPlan, StepRequest
 from vllm_blend.door import flagged_plan
 
@@ -62,7 +65,7 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "bidirectional attention (is_causal=False)": not getattr(config, "is_causal", True),
         f"kv_cache_dtype {vllm_config.cache_config.cache_dtype}": vllm_config.cache_config.cache_dtype
         not in ("auto", "float16", "bfloat16", "float32"),
-    }
+    } | compat_cuda.graph_reasons(vllm_config)
     found = [reason for reason, there in reasons.items() if there]
     if not found:
         return None
@@ -113,7 +116,7 @@ def blend_model(llm: Any) -> BlendModel:
             "LLM is made"
         )
     outer = executor.driver_worker.model_runner.get_model()
-    model = getattr(outer, "model", None)
+    model: Any = getattr(outer, "model", None)
     if not hasattr(model, "cache_fuse_metadata"):
         from vllm_blend.plugin import ARCHITECTURES, why_not_registered
 
@@ -123,8 +126,7 @@ def blend_model(llm: Any) -> BlendModel:
         )
     if model.unsupported is not None:
         raise RuntimeError(model.unsupported)
-    found: BlendModel = model
-    return found
+    return cast("BlendModel", model)
 
 
 # --- hooks ---------------------------------------------------------------------------------------
@@ -133,10 +135,12 @@ def blend_model(llm: Any) -> BlendModel:
 def install_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
     """Wraps the runner's forward and the admission of requests, once a process."""
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     _models[vllm_config.instance_id] = model
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
+    _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
     _wrap(InputProcessor, "process_inputs", _admit)
 
 
@@ -228,4 +232,3 @@ def _plan_step(runner: Any) -> BlendStep | None:
     if not requests:
         return None
     return BlendStep(requests, int(start[num_reqs]), runner.cache_config.cache_dtype)
-

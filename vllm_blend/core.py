@@ -232,7 +232,8 @@ class StepRequest:
         return torch.cat(parts)
 
     def old_kv(self, layer: int) -> LayerKV:
-        """Stored K and V of ``chunk_rows`` at one layer, each ``[num_chunk_rows, ...]``."""
+        """Stored K and V of ``chunk_rows`` at one layer, each ``[num_chunk_rows, ...]``; not copied
+        where one span holds them all."""
         parts = []
         for span, lo, hi in self.windows:
             k, v = span.kv.layers[layer]

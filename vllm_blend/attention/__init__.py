@@ -7,12 +7,15 @@ it: ``metadata(...)``, which describes the kept rows to the backend once a selec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from vllm_blend.attention.base import BlendAttention
 
-BACKENDS = {"CPU_ATTN": "vllm_blend.attention.cpu:CPUBlendImpl"}
+BACKENDS = {
+    "CPU_ATTN": "vllm_blend.attention.cpu:CPUBlendImpl",
+    "FLASH_ATTN": "vllm_blend.attention.flash_attn:FlashAttentionBlendImpl",
+}
 
 
 def blend_impl(backend: str) -> type[BlendAttention]:
@@ -24,5 +27,5 @@ def blend_impl(backend: str) -> type[BlendAttention]:
     from importlib import import_module
 
     module, name = BACKENDS[backend].split(":")
-    impl: Any = getattr(import_module(module), name)
-    return impl  # type: ignore[no-any-return]
+    impl = getattr(import_module(module), name)
+    return cast("type[BlendAttention]", impl)

@@ -61,7 +61,7 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
         k, v = fusion.old_kv
-        # the stock op rotates in place; stored KV must not change
+        # a copy: the stock op rotates in place, and stored KV must not change
         rotated, _ = self.rotary_emb(fusion.positions, k.flatten(1).clone())
         self.do_kv_cache_update(layer, rotated.view_as(k), v, kv_cache, fusion.slot_mapping)
 

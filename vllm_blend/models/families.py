@@ -15,6 +15,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM, Qwen2Model
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM, Qwen3Model
 
 from vllm_blend.models.loop import BlendModel, enable_blending
+from vllm_blend.models.state import HasBlendState
 
 
 class BlendLlamaModel(BlendModel, LlamaModel):
@@ -33,25 +34,25 @@ class BlendQwen3Model(BlendModel, Qwen3Model):
     pass
 
 
-class BlendLlamaForCausalLM(LlamaForCausalLM):
+class BlendLlamaForCausalLM(HasBlendState, LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         enable_blending(self.model, BlendLlamaModel, vllm_config)
 
 
-class BlendMistralForCausalLM(MistralForCausalLM):
+class BlendMistralForCausalLM(HasBlendState, MistralForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         enable_blending(self.model, BlendMistralModel, vllm_config)
 
 
-class BlendQwen2ForCausalLM(Qwen2ForCausalLM):
+class BlendQwen2ForCausalLM(HasBlendState, Qwen2ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         enable_blending(self.model, BlendQwen2Model, vllm_config)
 
 
-class BlendQwen3ForCausalLM(Qwen3ForCausalLM):
+class BlendQwen3ForCausalLM(HasBlendState, Qwen3ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         enable_blending(self.model, BlendQwen3Model, vllm_config)

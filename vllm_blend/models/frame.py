@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion
 from vllm_blend.core import BlendStep, Status, StepRequest
+from vllm_blend.models.load import StoredLayers
 
 
 class Frame:
@@ -23,14 +25,19 @@ class Frame:
             padding included.
     """
 
-    def __init__(self, step: BlendStep, positions: torch.Tensor, context: ForwardContext) -> None:
+    def __init__(
+        self, step: BlendStep, positions: torch.Tensor, context: ForwardContext, num_layers: int
+    ) -> None:
         self.step = step
         self.rows = torch.arange(step.num_rows, device=positions.device)
         self.positions = positions
         self.kept: dict[StepRequest, torch.Tensor] = {}  # indices into its chunk_rows
         self._all_positions = positions
         self._context = context
-        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
+        self._kept_context = replace(context, attn_metadata={}, slot_mapping={})
+        first_layer = min((r.settings.check_layers[0] for r in step.blended), default=num_layers)
+        self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer)
+        self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
         self._described: dict[int, Any] = {}  # by id of the stock metadata
 
     def status(self, layer: int) -> Status:
@@ -56,14 +63,26 @@ class Frame:
         mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=self.rows.device)
         count = self.step.num_rows
         for request, index in self.kept.items():
-            mask[request.chunk_rows] = False
-            mask[request.chunk_rows[index]] = True
+            # not `mask[rows] = False`: on a GPU that waits for the device, to copy the scalar there
+            mask.index_fill_(0, request.chunk_rows, False)
+            mask.index_fill_(0, request.chunk_rows[index], True)
             count -= request.chunk_rows.numel() - index.numel()
         rows = torch.nonzero_static(mask, size=count).flatten()
         take = torch.searchsorted(self.rows, rows)
         self.rows, self.positions = rows, self._all_positions[rows]
         self._places.clear()
         self._described.clear()
+        return take
+
+    def narrow(self, at: torch.Tensor) -> torch.Tensor:
+        """Drops the rows at ``at`` whose KV is in the cache already; returns the indices that stay."""
+        stays = torch.ones_like(self.rows, dtype=torch.bool)
+        stays.index_fill_(0, at, False)
+        take = torch.nonzero_static(stays, size=self.rows.numel() - at.numel()).flatten()
+        self.rows, self.positions = self.rows[take], self.positions[take]
+        self._described.clear()
+        for key, (positions, slots, kept_slots) in self._places.items():
+            self._places[key] = positions, slots, kept_slots[take]  # stored KV still spares `at`
         return take
 
     def results(self) -> dict[str, Any]:
@@ -81,19 +100,12 @@ class Frame:
 
     def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
         """The stored KV of one layer and where it goes."""
-        chunk_rows, slot_mapping = self._place(attn)
-        old_kvs = [request.old_kv(layer) for request in self.kept]
+        positions, slot_mapping, _ = self._place(attn)
+        old_kvs = [self.stored.old_kv(request, layer) for request in self.kept]
         k, v = old_kvs[0]
         if len(old_kvs) > 1:
             k, v = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
-        device = self.rows.device
-        return Fusion(
-            status,
-            (k.to(device), v.to(device)),
-            self._all_positions[chunk_rows],
-            slot_mapping,
-            cache_fuse_metadata,
-        )
+        return Fusion(status, (k, v), positions, slot_mapping, cache_fuse_metadata)
 
     @contextmanager
     def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:
@@ -102,22 +114,40 @@ class Frame:
             yield
             return
         name = attn.layer_name
-        context = replace(
-            self._context,
-            attn_metadata={name: replace(self._describe(attn), fusion=fusion)},
-            slot_mapping={name: self._context.slot_mapping[name][self.rows]},
-        )
+        metadata = copy(self._describe(attn))
+        metadata.fusion = fusion
+        self._kept_context.attn_metadata[name] = metadata
+        self._kept_context.slot_mapping[name] = self._place(attn)[2]
+        with override_forward_context(self._kept_context):
+            yield
+        del self._kept_context.attn_metadata[name]  # it holds the layer's stored KV
+
+    @contextmanager
+    def writing(self, attn: Any, at: torch.Tensor) -> Iterator[None]:
+        """The forward context in which attention writes K and V of the rows ``at``, and no more."""
+        name = attn.layer_name
+        slot_mapping = self._context.slot_mapping[name][self.rows[at]]
+        context = replace(self._context, attn_metadata={name: None}, slot_mapping={name: slot_mapping})
         with override_forward_context(context):
             yield
 
-    def _place(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that stored KV stands for, and their slots: -1 where a kept row's fresh KV goes."""
+    def _place(self, attn: Any) -> tuple[torch.Tensor, ...]:
+        """Where KV goes in this layer; shared by layers that share the slot mapping.
+
+        Returns:
+            Positions of the rows that stored KV stands for, their slots (-1 where a kept row's fresh
+            KV goes), and the slots of the kept rows.
+        """
         slot_mapping = self._context.slot_mapping[attn.layer_name]
         if id(slot_mapping) not in self._places:
             chunk_rows = torch.cat([request.chunk_rows for request in self.kept])
             slots = slot_mapping.clone()
-            slots[self.rows] = -1
-            self._places[id(slot_mapping)] = chunk_rows, slots[chunk_rows]
+            slots.index_fill_(0, self.rows, -1)
+            self._places[id(slot_mapping)] = (
+                self._all_positions[chunk_rows],
+                slots[chunk_rows],
+                slot_mapping[self.rows],
+            )
         return self._places[id(slot_mapping)]
 
     def _describe(self, attn: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
-from vllm_blend import compat
+from vllm_blend import compat, compat_cuda
 from vllm_blend.attention import blend_impl
 from vllm_blend.core import BlendStep, KVShape, Status
 from vllm_blend.door import CacheFuseMetadata
@@ -34,13 +34,22 @@ class BlendModel(torch.nn.Module):
         kv_shape: what stored KV must look like here.
         unsupported: why this engine cannot blend, or None.
         blend_step: set by the runner's hook for a step that blends or collects, else None.
+        fusable_ops: vLLM's ops that a blend step runs in their CUDA form.
     """
+
+    # of vLLM's inner models
+    layers: Any
+    start_layer: int
+    end_layer: int
+    norm: Any
+    embed_input_ids: Any
 
     cache_fuse_metadata: CacheFuseMetadata
     old_kvs: list[Any] | None
     kv_shape: KVShape
     unsupported: str | None
     blend_step: BlendStep | None
+    fusable_ops: list[Any]
 
     def __call__(
         self,
@@ -51,29 +60,33 @@ class BlendModel(torch.nn.Module):
         **kwargs: Any,
     ) -> Any:
         if self.blend_step is None:
-            return super().__call__(
-                input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
-            )
+            return super().__call__(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        return self.blend(hidden, positions, self.blend_step)
+        if not hidden.is_cuda:
+            return self.blend(hidden, positions, self.blend_step)
+        with compat_cuda.fused_ops(self.fusable_ops):
+            return self.blend(hidden, positions, self.blend_step)
 
-    def blend(
-        self, hidden: torch.Tensor, positions: torch.Tensor, step: BlendStep
-    ) -> torch.Tensor:
+    def blend(self, hidden: torch.Tensor, positions: torch.Tensor, step: BlendStep) -> torch.Tensor:
         """Runs the layers; returns ``[num_tokens, hidden_size]``, 0 in rows that were not computed."""
         output = torch.zeros_like(hidden)
         residual: torch.Tensor | None = None
-        frame = Frame(step, positions, get_forward_context())
+        frame = Frame(step, positions, get_forward_context(), len(self.layers))
 
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer)):
             status = frame.status(index)
             if status == Status.CHECK:
+                assert residual is not None  # a check layer is never layer 0
                 take = choose(frame, index, layer, hidden, residual)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
             attn, fusion = layer.self_attn.attn, None
             if status >= Status.CHECK:
                 fusion = frame.fusion(index, attn, status, self.cache_fuse_metadata)
+                if index == self.end_layer - 1:
+                    assert residual is not None
+                    take = keep_kv_only(frame, layer, hidden, residual)
+                    hidden, residual = hidden[take], residual[take]
             if not frame.rows.numel():  # a window of chunked prefill may hold reused tokens alone
                 attn.impl.fuse(attn, attn.kv_cache, fusion)
                 continue
@@ -96,11 +109,26 @@ def choose(
             continue
         at, chunk_index = frame.candidates(request)
         fresh = fresh_v(layer, hidden[at], residual[at])
-        stored = request.old_kv(index)[1].to(fresh.device)
+        _, stored = frame.stored.old_kv(request, index)
         count = num_kept(request.settings.ratio_at(index), request.chunk_rows.numel())
         best = top_rows(deviation(fresh, stored[chunk_index]), count)
         kept[request] = chunk_index[best]
     return frame.shrink(kept)
+
+
+def keep_kv_only(
+    frame: Frame, layer: Any, hidden: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """Nothing reads the last layer's output at chunk tokens: writes their K and V, and drops them.
+
+    Returns the frame's rows that go on.
+    """
+    at = torch.cat([frame.candidates(request)[0] for request in frame.kept])
+    if at.numel():
+        normed, _ = layer.input_layernorm(hidden[at], residual[at])
+        with frame.writing(layer.self_attn.attn, at):
+            layer.self_attn(positions=frame.positions[at], hidden_states=normed)
+    return frame.narrow(at)
 
 
 def fresh_v(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -133,6 +161,7 @@ def enable_blending(
     model.cache_fuse_metadata = CacheFuseMetadata()
     model.old_kvs = None
     model.blend_step = None
+    model.fusable_ops = compat_cuda.fusable_ops(model.layers)
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:
         model.unsupported = prepare_layers(model, vllm_config)

@@ -1,0 +1,41 @@
+"""Devices for the kernels: the GPU (marker ``gpu``), or a CPU in Triton's interpreter.
+
+The interpreter is chosen by an environment variable when Triton is first imported, so those tests
+run in a process of their own, which ``test_interpreter.py`` starts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves to the interpreter's process what only it can run."""
+    left_out = [item for item in items if item.path.parent.name == "ops" and _elsewhere(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _elsewhere(item: pytest.Item) -> bool:
+    if item.path.name == "test_interpreter.py":
+        return INTERPRETED
+    on_gpu = item.get_closest_marker("gpu") is not None
+    return "device" in getattr(item, "fixturenames", ()) and on_gpu == INTERPRETED
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    torch.manual_seed(0)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def full_size(device: torch.device) -> bool:
+    """Whether sizes may be those of real work; the interpreter is slow."""
+    return device.type == "cuda"

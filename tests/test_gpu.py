@@ -1,0 +1,218 @@
+"""The identities of blending on a GPU: FLASH_ATTN, both 16-bit types, eager and compiled.
+
+FLASH_ATTN computes in fp16 and bf16 only, so equal results differ by rounding. What that is worth is
+measured by the engine itself: the same prompt in one step and in chunks of 64 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine, make_engine, plan_for, relative_error, run
+
+from vllm_blend.models.state import BlendModelState
+
+pytestmark = pytest.mark.gpu
+
+SENTENCES = (
+    "The bakery on Mill Street was founded in 1921 by Ada Lindqvist, who came from Uppsala. ",
+    "Bread needs flour, water, salt and time; the last of these cannot be bought. ",
+    "In winter the river freezes, and the ferry to the island stops until March. ",
+    "Her grandson Elias keeps the oven that she built, and bakes rye bread in it on Fridays. ",
+)
+QUESTION = "Question: who founded the bakery? Answer:"
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def engine(request: pytest.FixtureRequest, dtype: str, smollm2: Path) -> Iterator[Engine]:
+    options: dict[str, Any] = dict(dtype=dtype, gpu_memory_utilization=0.3, max_num_seqs=16)
+    if request.param == "compiled":
+        options |= dict(enforce_eager=False)
+    with make_engine(smollm2, **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def chunks(engine: Engine) -> list[list[int]]:
+    encode = engine.llm.get_tokenizer().encode
+    return [encode(sentence * (1 + 2 * index)) for index, sentence in enumerate(SENTENCES)]
+
+
+@pytest.fixture(scope="module")
+def question(engine: Engine) -> list[int]:
+    ids: list[int] = engine.llm.get_tokenizer().encode(QUESTION)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def prompt(chunks: list[list[int]], question: list[int]) -> list[int]:
+    return sum(chunks, []) + question
+
+
+@pytest.fixture(scope="module")
+def stock(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """Logits after the prompt on vLLM's own path, ``[1, vocab_size]``."""
+    return engine.run(prompt, max_tokens=1)[1]
+
+
+@pytest.fixture(scope="module")
+def full(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """The same from the layers as a blend step runs them, all rows computed."""
+    engine.flags["collect"] = True
+    try:
+        return engine.run(prompt, max_tokens=1)[1]
+    finally:
+        engine.flags["collect"] = False
+
+
+@pytest.fixture(scope="module")
+def rounding(engine: Engine, prompt: list[int], stock: torch.Tensor) -> float:
+    """Relative error that rounding alone makes: other tile sizes add up in another order."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = 64
+    try:
+        logits = engine.run(prompt, max_tokens=1)[1]
+    finally:
+        scheduler.max_num_scheduled_tokens = before
+    error = relative_error(logits[-1:], stock)
+    print(f"rounding alone: {error:.2e}")
+    assert 0 < error < 0.05
+    return error
+
+
+def test_collecting_does_not_change_the_answer(
+    stock: torch.Tensor, full: torch.Tensor, rounding: float
+) -> None:
+    assert relative_error(full, stock) < 3 * rounding
+
+
+def test_the_parts_are_those_that_these_tests_are_about(engine: Engine, dtype: str) -> None:
+    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+    attn = engine.model.layers[0].self_attn.attn
+    assert attn.attn_backend.get_name() == "FLASH_ATTN"
+    assert type(attn.impl).__name__ == "FlashAttentionBlendImpl"
+    assert isinstance(runner.model_state, BlendModelState)
+    assert engine.model.kv_shape.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.16, 0.5, 1.0])
+def test_exact_kv_reproduces_full_prefill(
+    engine: Engine,
+    prompt: list[int],
+    question: list[int],
+    full: torch.Tensor,
+    rounding: float,
+    ratio: float,
+) -> None:
+    with engine.blending(engine.collect(prompt), len(question), recomp_ratio=ratio):
+        _, logits = engine.run(prompt, max_tokens=1)
+    kept = int(ratio * (len(prompt) - len(question))) + len(question)
+    assert len(engine.flags["imp_indices"]) == kept
+    assert relative_error(logits, full) < 3 * rounding
+
+
+def test_any_kv_at_ratio_one_is_full_prefill(
+    engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
+) -> None:
+    noise = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompt)]
+    with engine.blending(noise, len(question), recomp_ratio=1.0):
+        _, logits = engine.run(prompt, max_tokens=1)
+    assert relative_error(logits, full) < 3 * rounding
+
+
+def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
+    engine: Engine,
+    chunks: list[list[int]],
+    prompt: list[int],
+    question: list[int],
+    full: torch.Tensor,
+    rounding: float,
+) -> None:
+    old_kvs = engine.stored(chunks)
+    before = [[tensor.clone() for tensor in layer] for layer in old_kvs]
+    errors = []
+    for ratio in (0.0, 0.5, 1.0):
+        with engine.blending(old_kvs, len(question), recomp_ratio=ratio):
+            _, logits = engine.run(prompt, max_tokens=1)
+        errors.append(relative_error(logits, full))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[0] > 5 * rounding  # so the identities above are not true of any KV
+    assert errors[2] < 3 * rounding
+    for layer, copy in zip(old_kvs, before, strict=True):
+        for tensor, kept in zip(layer, copy, strict=True):
+            assert torch.equal(tensor, kept)
+
+
+def test_layer_0_key_of_a_chunk_rotates_to_its_place(
+    engine: Engine, chunks: list[list[int]], prompt: list[int]
+) -> None:
+    alone, whole = engine.collect(chunks[2])[0], engine.collect(prompt)[0]
+    start = len(chunks[0]) + len(chunks[1])
+    place = slice(start, start + len(chunks[2]))
+    # before RoPE they are the same; the rotation itself is tests/ops/test_shift_scatter.py's
+    allowed = 4 * torch.finfo(alone[0].dtype).eps
+    assert relative_error(alone[0], whole[0][place]) < allowed
+    assert relative_error(alone[1], whole[1][place]) < allowed
+
+
+def test_gradual_filtering(
+    engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
+) -> None:
+    gradual = dict(check_layers=[1, 3], recomp_ratios=[0.6, 0.2])
+    with engine.blending(engine.collect(prompt), len(question), **gradual):
+        _, logits = engine.run(prompt, max_tokens=1)
+    kept = int(0.2 * (len(prompt) - len(question))) + len(question)
+    assert len(engine.flags["imp_indices"]) == kept
+    assert relative_error(logits, full) < 3 * rounding
+
+
+def test_blended_requests_in_one_batch_answer_as_alone(
+    engine: Engine, chunks: list[list[int]], question: list[int]
+) -> None:
+    first, plan = plan_for(engine, chunks, question[:1], question, recomp_ratio=0.3)
+    second, other = plan_for(engine, chunks[::-1], question[:2], question, recomp_ratio=0.5)
+    alone = [run(engine, [first], [plan])[0], run(engine, [second], [other])[0]]
+    together = run(engine, [first, chunks[3], second], [plan, None, other])
+    assert [together[0], together[2]] == alone
+
+
+def test_windows_of_a_chunked_prefill(
+    engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
+) -> None:
+    exact = engine.collect(prompt)
+    size = (len(prompt) - 1) // 3
+    part = 3 * size + 1  # its last window is a single token, which vLLM would run as a decode
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = size
+    try:
+        with engine.blending(exact, len(question), recomp_ratio=0.2):
+            _, logits = engine.run(prompt, max_tokens=1)
+        collected = engine.collect(prompt[:part])
+    finally:
+        scheduler.max_num_scheduled_tokens = before
+    assert relative_error(logits[-1:], full) < 3 * rounding
+    for layer, other in zip(collected, exact, strict=True):
+        for tensor, expected in zip(layer, other, strict=True):
+            assert relative_error(tensor, expected[:part]) < 0.05
+            assert relative_error(tensor[-1], expected[part - 1]) < 0.05
+
+
+def test_other_requests_do_not_notice(engine: Engine, prompt: list[int], question: list[int]) -> None:
+    before = engine.run(prompt)
+    with engine.blending(engine.collect(prompt), len(question)):
+        engine.run(prompt)
+    after = engine.run(prompt)
+    assert after[0] == before[0]
+    assert torch.equal(after[1], before[1])

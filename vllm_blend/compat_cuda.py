@@ -1,0 +1,79 @@
+"""Touches of vLLM's private parts that only engines on CUDA need: what, why, and when it can go.
+
+``GPUModelRunner.gather_batch_req_state`` (the V2 runner)   wrapped: a prefill window of one token may
+    run as a decode, whose CUDA graph never calls the model, so its K and V could not be collected.
+    Goes when a model state can ask for a step without graphs.
+``CustomOp._forward_method``   swapped while a step blends: with inductor, ops default to code that is
+    meant to be compiled, which run eagerly is ten launches where a fused kernel is one.
+    Goes when CustomOp can be asked for its CUDA form per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def graph_reasons(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Reasons against blending: settings under which a prefill never calls the model's code."""
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+    from vllm.config.compilation import CompilationMode, CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    return {
+        "cudagraph_mode FULL (FULL_AND_PIECEWISE and PIECEWISE are)": mode is not None
+        and mode.mixed_mode() == CUDAGraphMode.FULL,
+        "breakable CUDA graphs": is_breakable_cudagraph_enabled(),
+        "compilation mode STOCK_TORCH_COMPILE": compilation.mode == CompilationMode.STOCK_TORCH_COMPILE,
+    }
+
+
+def keep_plans_off_decode_graphs(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``gather_batch_req_state``: a step whose prefills have plans is no decode step."""
+    state, uniform_token_count = stock(runner, *args, **kwargs)
+    plans = getattr(runner.model_state, "plans", {})
+    if state is not None and state.has_prefill and plans:
+        prefills = (
+            req_id for req_id, is_it in zip(state.req_ids, state.is_prefilling_np, strict=True) if is_it
+        )
+        if any(req_id in plans for req_id in prefills):
+            return state._replace(decode_graph_eligible=False), None
+    return state, uniform_token_count
+
+
+def fusable_ops(layers: torch.nn.Module) -> list[Any]:
+    """The custom ops of ``layers`` that have a CUDA kernel but would not use it."""
+    from vllm.model_executor.custom_op import CustomOp
+
+    return [
+        op
+        for op in layers.modules()
+        if isinstance(op, CustomOp)
+        and type(op).forward_cuda is not CustomOp.forward_cuda
+        and op._forward_method != op.forward_cuda
+    ]
+
+
+@contextmanager
+def fused_ops(ops: list[Any]) -> Iterator[None]:
+    """While it lasts, ``ops`` and vLLM's norms run as fused CUDA kernels."""
+    from vllm import ir
+
+    with ExitStack() as stack:
+        for norm in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+            stack.enter_context(norm.set_priority(["vllm_c", "native"]))
+        stock = [op.__dict__["_forward_method"] for op in ops]
+        for op in ops:
+            op.__dict__["_forward_method"] = op.forward_cuda
+        try:
+            yield
+        finally:
+            for op, method in zip(ops, stock, strict=True):
+                op.__dict__["_forward_method"] = method

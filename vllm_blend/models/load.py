@@ -1,0 +1,96 @@
+"""Stored KV on the step's device, layer by layer; KV in host memory is read ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_blend.core import LayerKV, StepRequest
+
+AHEAD = 3
+"""Layers of host KV that are on the device at once: one in use, one ready, one on its way."""
+
+
+class StoredLayers:
+    """Stored KV of a step's requests.
+
+    KV on the device is handed out as it is. KV in host memory goes through a ring of AHEAD buffers on a
+    stream of its own, beside the layers' compute; from pinned memory the host does not wait for it.
+
+    Args:
+        requests: those with stored KV in this step.
+        device: the step's.
+        num_layers: of the model.
+        first_layer: the first whose KV will be asked for.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[StepRequest],
+        device: torch.device,
+        num_layers: int,
+        first_layer: int,
+    ) -> None:
+        self._on_host = [r for r in requests if device.type == "cuda" and _on_host(r, first_layer)]
+        self._num_layers = num_layers
+        self._layer = self._next = first_layer
+        if not self._on_host:
+            return
+        rows = sum(r.chunk_rows.numel() for r in self._on_host)
+        example = self._on_host[0].windows[0][0].kv.layers[first_layer][0]
+        size = (AHEAD, 2, rows, *example.shape[1:])
+        self._ring = torch.empty(size, dtype=example.dtype, device=device)
+        self._stream = _copy_stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the buffers may be in use yet
+        self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
+        self._read_ahead()
+
+    def old_kv(self, request: StepRequest, layer: int) -> LayerKV:
+        """K and V of the request's ``chunk_rows``; layers must be asked for in order."""
+        if request not in self._on_host:
+            k, v = request.old_kv(layer)
+            device = request.device
+            return k.to(device), v.to(device)
+        stream = torch.cuda.current_stream(request.device)
+        if layer > self._layer:
+            self._layer = layer
+            self._stream.wait_stream(stream)  # earlier layers' buffers are free after that
+            self._read_ahead()
+        stream.wait_event(self._ready[layer % AHEAD])
+        start = 0
+        for other in self._on_host:
+            end = start + other.chunk_rows.numel()
+            if other is request:
+                k, v = self._ring[layer % AHEAD, :, start:end]
+                return k, v
+            start = end
+        raise AssertionError("unreachable")
+
+    def _read_ahead(self) -> None:
+        end = min(self._layer + AHEAD, self._num_layers)
+        with torch.cuda.stream(self._stream):
+            for layer in range(max(self._next, self._layer), end):
+                row = 0
+                for request in self._on_host:
+                    for span, lo, hi in request.windows:
+                        stored = slice(lo - span.start, hi - span.start)
+                        target = self._ring[layer % AHEAD, :, row : row + hi - lo]
+                        for part, source in zip(target, span.kv.layers[layer], strict=True):
+                            part.copy_(source[stored], non_blocking=True)
+                        row += hi - lo
+                self._ready[layer % AHEAD].record(self._stream)
+        self._next = max(self._next, end)
+
+
+def _on_host(request: StepRequest, layer: int) -> bool:
+    return any(span.kv.layers[layer][0].device.type == "cpu" for span, _, _ in request.windows)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

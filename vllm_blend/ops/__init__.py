@@ -1,0 +1,9 @@
+"""The kernels of blending: one noun a file, with its fp32 oracle, its checks and its Triton kernel.
+
+``sparse_attention``    queries at explicit positions over the paged cache
+``shift_scatter``       stored K, rotated to its place, and V into the paged cache
+``deviation``           squared distance of fresh to stored V, per token
+
+On a CPU the functions run their oracles, or, in Triton's interpreter (``TRITON_INTERPRET=1``), the
+kernels themselves.
+"""

@@ -1,0 +1,76 @@
+"""What the ops share: registration with torch, and checks at the door."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+_library = torch.library.Library("vllm_blend", "FRAGMENT")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Triton's interpreter runs kernels on CPU tensors; it is chosen when Triton is first imported."""
+
+Shape = Sequence[int | str]
+
+
+def register(schema: str, run: Callable[..., None]) -> None:
+    """Makes ``run`` the custom op ``torch.ops.vllm_blend.<name>``; it writes to its arguments only.
+
+    Args:
+        schema: torch's, with the written arguments marked; the op returns nothing.
+        run: the op on real tensors, of any device.
+    """
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+
+    def fake(*args: object, **kwargs: object) -> None:
+        return None
+
+    torch.library.register_fake(f"vllm_blend::{name}", fake, lib=_library)
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernel runs for ``tensor``'s device."""
+    return tensor.is_cuda or INTERPRETED
+
+
+def check(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Shape,
+    dtypes: Sequence[torch.dtype],
+    like: torch.Tensor,
+) -> None:
+    """Raises ValueError, naming the argument, unless it fits.
+
+    Args:
+        name: the argument's.
+        shape: expected sizes; a name where any size will do.
+        dtypes: allowed types.
+        like: a tensor on the expected device.
+    """
+    found = tuple(tensor.shape)
+    sizes = zip(shape, found, strict=False)
+    if len(found) != len(shape) or any(isinstance(e, int) and e != f for e, f in sizes):
+        wanted = ", ".join(str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(found)}; expected [{wanted}]")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} is {tensor.dtype}; expected {wanted}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
+
+
+def check_inner_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the last dimension is contiguous."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has strides {list(tensor.stride())}; its last dimension must be contiguous"
+        )
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INTS = (torch.int32, torch.int64)

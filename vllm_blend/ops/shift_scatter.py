@@ -1,0 +1,253 @@
+"""Stored K, rotated to its new position, and V into their slots of the paged cache."""
+
+# Triton kernels carry no types of Python's:
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
+
+
+def shift_scatter(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    is_neox_style: bool = True,
+) -> None:
+    """Writes rotated K and V to the paged cache; reads stored KV once and leaves it as it is.
+
+    Args:
+        k: K before RoPE, ``[num_tokens, num_kv_heads, head_size]``.
+        v: V, the same shape and type.
+        positions: new position of each token, ``[num_tokens]``.
+        slot_mapping: its slot, ``block * block_size + offset``, ``[num_tokens]``; -1: not written.
+        cos_sin_cache: the rotary module's, ``[max_position, rotary_dim]``: cosines, then sines.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides but
+            a contiguous last dimension.
+        is_neox_style: pairs are ``(d, d + rotary_dim / 2)``; else (GPT-J) ``(2 d, 2 d + 1)``.
+
+    Raises:
+        ValueError: names the argument that does not fit.
+    """
+    check("k", k, ("num_tokens", "num_kv_heads", "head_size"), FLOATS, k)
+    num_tokens, num_heads, head_size = k.shape
+    check("v", v, k.shape, (k.dtype,), k)
+    check("positions", positions, (num_tokens,), INTS, k)
+    check("slot_mapping", slot_mapping, (num_tokens,), INTS, k)
+    check("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), FLOATS, k)
+    cache_shape = ("num_blocks", "block_size", num_heads, head_size)
+    check("key_cache", key_cache, cache_shape, (k.dtype,), k)
+    check("value_cache", value_cache, tuple(key_cache.shape), (k.dtype,), k)
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or rotary_dim > head_size:
+        raise ValueError(
+            f"cos_sin_cache is for rotary_dim {rotary_dim}; expected an even number up to {head_size}"
+        )
+    for name, tensor in (
+        ("k", k),
+        ("v", v),
+        ("cos_sin_cache", cos_sin_cache),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+    ):
+        check_inner_stride(name, tensor)
+    torch.ops.vllm_blend.shift_scatter(
+        k, v, positions, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+    )
+
+
+def rotate_oracle(
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """K at its positions, computed in ``dtype``: ``[num_tokens, num_kv_heads, head_size]``."""
+    cos, sin = cos_sin_cache[positions.long()].to(dtype).unsqueeze(1).chunk(2, dim=-1)
+    rotary_dim = cos_sin_cache.shape[1]
+    x = k.to(dtype)
+    if is_neox_style:
+        x1, x2 = x[..., :rotary_dim].chunk(2, dim=-1)
+        rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    else:
+        x1, x2 = x[..., :rotary_dim:2], x[..., 1:rotary_dim:2]
+        rotated = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def shift_scatter_oracle(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    is_neox_style: bool = True,
+) -> None:
+    """The same in plain PyTorch; caches may be fp32 to see the exact result."""
+    there = slot_mapping >= 0
+    block_size = key_cache.shape[1]
+    block, offset = slot_mapping[there] // block_size, slot_mapping[there] % block_size
+    rotated = rotate_oracle(k, positions, cos_sin_cache, is_neox_style)
+    key_cache[block, offset] = rotated[there].to(key_cache.dtype)
+    value_cache[block, offset] = v[there].to(value_cache.dtype)
+
+
+@triton.jit
+def _shift_scatter_kernel(
+    k,  # [num_tokens, num_kv_heads, head_size]
+    v,  # [num_tokens, num_kv_heads, head_size]
+    positions,  # [num_tokens]
+    slot_mapping,  # [num_tokens]
+    cos_sin_cache,  # [max_position, ROTARY_DIM]
+    key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    num_tokens,
+    num_heads,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
+    cos_stride,
+    kc_stride_block,
+    kc_stride_slot,
+    kc_stride_head,
+    vc_stride_block,
+    vc_stride_slot,
+    vc_stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of a program
+    BLOCK_HALF: tl.constexpr,  # power of two, at least ROTARY_DIM / 2
+    BLOCK_PASS: tl.constexpr,  # power of two, at least HEAD_SIZE - ROTARY_DIM; 0 where that is 0
+    BLOCK_D: tl.constexpr,  # power of two, at least HEAD_SIZE
+):
+    """``key_cache[slot] = rope(k, position)``, ``value_cache[slot] = v`` where ``slot >= 0``.
+
+    Grid: ``(cdiv(num_tokens, BLOCK_T), cdiv(num_kv_heads, HEADS))``. A program holds the cosines and
+    sines of its tokens and walks over its heads; K goes through as two halves ``x1, x2`` of pairs:
+    ``x1 cos - x2 sin``, ``x2 cos + x1 sin``, in fp32. V and dims from ROTARY_DIM on are moved as they
+    are.
+    """
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    there = slot >= 0
+    position = tl.load(positions + token, mask=there, other=0).to(tl.int64)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    kc_row = key_cache + block * kc_stride_block + offset * kc_stride_slot
+    vc_row = value_cache + block * vc_stride_block + offset * vc_stride_slot
+    k_row, v_row = k + token * k_stride_token, v + token * v_stride_token
+
+    half = tl.arange(0, BLOCK_HALF)
+    half_mask = there[:, None] & (half < ROTARY_DIM // 2)[None, :]
+    angle = cos_sin_cache + position[:, None] * cos_stride + half[None, :]
+    cos = tl.load(angle, mask=half_mask, other=0.0).to(tl.float32)
+    sin = tl.load(angle + ROTARY_DIM // 2, mask=half_mask, other=0.0).to(tl.float32)
+    dim = tl.arange(0, BLOCK_D)
+    dim_mask = there[:, None] & (dim < HEAD_SIZE)[None, :]
+    pair = tl.arange(0, 2 * BLOCK_HALF)
+    pair_mask = there[:, None] & (pair < ROTARY_DIM)[None, :]
+
+    for i in tl.static_range(HEADS):
+        head = tl.program_id(1) * HEADS + i
+        if head < num_heads:
+            x = tl.load((v_row + head * v_stride_head)[:, None] + dim[None, :], mask=dim_mask)
+            tl.store((vc_row + head * vc_stride_head)[:, None] + dim[None, :], x, mask=dim_mask)
+            source = (k_row + head * k_stride_head)[:, None]
+            target = (kc_row + head * kc_stride_head)[:, None]
+            if IS_NEOX:
+                x1 = tl.load(source + half[None, :], mask=half_mask).to(tl.float32)
+                x2 = tl.load(source + half[None, :] + ROTARY_DIM // 2, mask=half_mask)
+                x2 = x2.to(tl.float32)
+                y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+                cache_type = key_cache.dtype.element_ty
+                tl.store(target + half[None, :], y1.to(cache_type), mask=half_mask)
+                tl.store(target + half[None, :] + ROTARY_DIM // 2, y2.to(cache_type), mask=half_mask)
+            else:
+                x = tl.load(source + pair[None, :], mask=pair_mask).to(tl.float32)
+                x1, x2 = tl.split(tl.reshape(x, [BLOCK_T, BLOCK_HALF, 2]))
+                y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+                y = tl.reshape(y, [BLOCK_T, 2 * BLOCK_HALF]).to(key_cache.dtype.element_ty)
+                tl.store(target + pair[None, :], y, mask=pair_mask)
+            if BLOCK_PASS > 0:
+                rest = ROTARY_DIM + tl.arange(0, BLOCK_PASS)
+                rest_mask = there[:, None] & (rest < HEAD_SIZE)[None, :]
+                x = tl.load(source + rest[None, :], mask=rest_mask)
+                tl.store(target + rest[None, :], x, mask=rest_mask)
+
+
+def launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """``shift_scatter`` without checks, for callers that made the tensors themselves."""
+    num_tokens, num_heads, head_size = k.shape
+    if num_tokens == 0:
+        return
+    if not use_triton(k):
+        shift_scatter_oracle(
+            k, v, positions, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+        )
+        return
+    rotary_dim = cos_sin_cache.shape[1]
+    block_t, heads = BLOCKS
+    heads = min(heads, triton.next_power_of_2(num_heads))
+    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(num_heads, heads))
+    _shift_scatter_kernel[grid](
+        k,
+        v,
+        positions,
+        slot_mapping,
+        cos_sin_cache,
+        key_cache,
+        value_cache,
+        num_tokens,
+        num_heads,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cos_sin_cache.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_SIZE=head_size,
+        ROTARY_DIM=rotary_dim,
+        IS_NEOX=is_neox_style,
+        BLOCK_T=block_t,
+        HEADS=heads,
+        BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
+        BLOCK_PASS=triton.next_power_of_2(head_size - rotary_dim) if head_size > rotary_dim else 0,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        num_warps=4,
+    )
+
+
+BLOCKS = (8, 8)
+"""Tokens and heads of a program: the best of 4 to 32 tokens and 1 to 8 heads on an H100."""
+
+register(
+    "shift_scatter(Tensor k, Tensor v, Tensor positions, Tensor slot_mapping, "
+    "Tensor cos_sin_cache, Tensor(a!) key_cache, Tensor(b!) value_cache, bool is_neox_style) -> ()",
+    launch,
+)
