@@ -8,6 +8,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MASKS = ("exact", "bottom_right")
+POLICIES = {
+    "hkvd": "highest deviation of V (the paper's)",
+    "hkvd_k": "highest deviation of K",
+    "hkvd_kv": "highest deviation of both",
+    "random": "at random, by `seed`",
+    "heads": "the first tokens of each chunk (LegoLink)",
+    "heads+hkvd": "`first_share` by heads, the rest by hkvd",
+    "query": "highest attention from the question at the check layer",
+    "query*hkvd": "product of attention at the check layer and deviation of V",
+    "query+hkvd": "`first_share` by query, the rest by hkvd",
+    "ahead": "highest attention from the question in a pass ahead through all later layers",
+    "ahead*hkvd": "product of attention in that pass and deviation of V",
+    "ahead+hkvd": "`first_share` by ahead, the rest by hkvd",
+}
+"""Names of ``BlendSettings.policy``, and what each keeps; the classes are in ``select/policies.py``."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,11 @@ class BlendSettings:
             Several check layers shrink the set step by step (the paper's gradual filtering).
         mask: ``"exact"``: a query sees the keys at positions <= its own. ``"bottom_right"``: the
             mask of the paper's published code, for comparison only; it lets queries see later keys.
+        policy: how tokens are chosen, a name in ``POLICIES``. Those that ask the question fall back to
+            ``"hkvd"`` in windows of a chunked prefill that do not hold the question; those that look at
+            chunk heads need a span for each chunk.
+        first_share: for policies of the form ``a+b``: the share of the rows that ``a`` chooses.
+        seed: for ``"random"``.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -34,6 +54,9 @@ class BlendSettings:
     recomp_ratio: float = 0.16
     recomp_ratios: tuple[float, ...] | None = None
     mask: str = "exact"
+    policy: str = "hkvd"
+    first_share: float = 0.5
+    seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "check_layers", check_layer_list(self.check_layers))
@@ -48,6 +71,11 @@ class BlendSettings:
             object.__setattr__(self, "recomp_ratios", ratios)
         if self.mask not in MASKS:
             raise ValueError(f"mask is {self.mask!r}; allowed: {', '.join(MASKS)}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; allowed: {', '.join(POLICIES)}")
+        object.__setattr__(self, "first_share", check_ratio("first_share", self.first_share))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed is {self.seed!r}; expected a whole number from 0")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> BlendSettings:

@@ -34,6 +34,7 @@ class Frame:
         self.kept: dict[StepRequest, torch.Tensor] = {}  # indices into its chunk_rows
         self._all_positions = positions
         self._context = context
+        self._num_layers = num_layers
         self._kept_context = replace(context, attn_metadata={}, slot_mapping={})
         first_layer = min((r.settings.check_layers[0] for r in step.blended), default=num_layers)
         self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer)
@@ -84,6 +85,22 @@ class Frame:
         for key, (positions, slots, kept_slots) in self._places.items():
             self._places[key] = positions, slots, kept_slots[take]  # stored KV still spares `at`
         return take
+
+    def alone(self, request: StepRequest, at: torch.Tensor, first_layer: int) -> Frame:
+        """A frame of its own for some rows of one request, in which none of its chunk tokens is kept.
+
+        Args:
+            request: a blended request.
+            at: the frame's rows to compute; no chunk token among them, ``[num_rows]``.
+            first_layer: the first whose stored KV will be asked for.
+        """
+        other = copy(self)
+        other.rows, other.positions = self.rows[at], self.positions[at]
+        other.kept = {request: request.chunk_rows.new_empty(0)}
+        other.stored = StoredLayers([request], self.rows.device, self._num_layers, first_layer)
+        other._kept_context = replace(self._context, attn_metadata={}, slot_mapping={})
+        other._places, other._described = {}, {}
+        return other
 
     def results(self) -> dict[str, Any]:
         """What the paper's ``cache_fuse_metadata`` tells of a choice of rows (``door.py``)."""

@@ -9,6 +9,7 @@ paged cache: loop -> layer -> attention -> backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm_blend.core import BlendStep, KVShape, Status
 from vllm_blend.door import CacheFuseMetadata
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
-from vllm_blend.select import deviation, num_kept, top_rows
+from vllm_blend.select import View, choose_rows, num_kept
 
 
 class BlendModel(torch.nn.Module):
@@ -77,7 +78,7 @@ class BlendModel(torch.nn.Module):
             status = frame.status(index)
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
-                take = choose(frame, index, layer, hidden, residual)
+                take = choose(frame, index, self.layers, hidden, residual)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
             attn, fusion = layer.self_attn.attn, None
@@ -100,19 +101,17 @@ class BlendModel(torch.nn.Module):
 
 
 def choose(
-    frame: Frame, index: int, layer: Any, hidden: torch.Tensor, residual: torch.Tensor
+    frame: Frame, index: int, layers: Sequence[Any], hidden: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
-    """HKVD selection at check layer ``index``; returns the frame's rows that go on."""
+    """Chooses rows at check layer ``index``, by each request's policy; returns the frame's rows that go
+    on."""
     kept = {}
     for request in frame.step.blended:
         if index not in request.settings.check_layers:
             continue
-        at, chunk_index = frame.candidates(request)
-        fresh = fresh_v(layer, hidden[at], residual[at])
-        _, stored = frame.stored.old_kv(request, index)
+        view = View(frame, request, layers, index, hidden, residual)
         count = num_kept(request.settings.ratio_at(index), request.chunk_rows.numel())
-        best = top_rows(deviation(fresh, stored[chunk_index]), count)
-        kept[request] = chunk_index[best]
+        kept[request] = view.chunk_index[choose_rows(view, count)]
     return frame.shrink(kept)
 
 
@@ -129,19 +128,6 @@ def keep_kv_only(
         with frame.writing(layer.self_attn.attn, at):
             layer.self_attn(positions=frame.positions[at], hidden_states=normed)
     return frame.narrow(at)
-
-
-def fresh_v(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """V that a stock decoder layer would compute, ``[num_rows, num_kv_heads, head_size]``.
-
-    Args:
-        layer: a decoder layer of any family here: they share these names.
-        hidden, residual: its inputs, ``[num_rows, hidden_size]``; overwritten.
-    """
-    normed, _ = layer.input_layernorm(hidden, residual)
-    qkv, _ = layer.self_attn.qkv_proj(normed)
-    attn = layer.self_attn.attn
-    return qkv[:, -layer.self_attn.kv_size :].view(-1, attn.num_kv_heads, attn.head_size)
 
 
 def enable_blending(

@@ -1,4 +1,4 @@
-"""HKVD selection: the rows whose KV deviates most go on (CacheBlend, arXiv 2405.16444, section 4.3)."""
+"""From scores to rows: how far stored V is off, how many rows to keep, which those are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def deviation(fresh: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Squared L2 distance of fresh to stored V, per token, in fp32.
+    """Squared L2 distance of fresh to stored K or V, per token, in fp32.
 
     Args:
         fresh: ``[num_tokens, num_kv_heads, head_size]``.

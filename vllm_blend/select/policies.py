@@ -1,0 +1,150 @@
+"""The policies: which of a request's chunk tokens are recomputed.
+
+A policy scores every candidate, and the highest scores are kept; a mixture gives part of the rows to
+one policy and the rest to another. Names are those of ``BlendSettings.policy``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_blend.select.rows import top_rows
+
+if TYPE_CHECKING:
+    from vllm_blend.select.view import View
+    from vllm_blend.settings import BlendSettings
+
+
+class Policy:
+    """Scores in, rows out."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        """``[num_candidates]`` float32; the highest are kept. A method reads from ``view`` what it
+        needs, and must not make the host wait for the device."""
+        raise NotImplementedError
+
+    def rows(self, view: View, count: int) -> torch.Tensor:
+        """Indices of the ``count`` candidates to keep, ascending, ``[count]`` int64."""
+        return top_rows(self.scores(view), count)
+
+
+class HKVD(Policy):
+    """Highest KV deviation, by V: ``|V_fresh - V_stored|^2`` (CacheBlend, arXiv 2405.16444, 4.3)."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        return view.v_deviation
+
+
+class HKVDByK(Policy):
+    """The same by K: ``|K_fresh - K_stored|^2``."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        return view.k_deviation
+
+
+class HKVDByBoth(Policy):
+    """The sum of both, each as a share of its mean: K's numbers are far larger than V's."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        return share(view.v_deviation) + share(view.k_deviation)
+
+
+class Random(Policy):
+    """The same tokens for the same seed and positions, on any device."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def scores(self, view: View) -> torch.Tensor:
+        return only_stale(view, hashed(view.positions, self.seed))
+
+
+class ChunkHeads(Policy):
+    """The first tokens of each chunk, as many of each (LegoLink of EPIC, arXiv 2410.15332)."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        return only_stale(view, -view.place_in_chunk.float())
+
+
+class QuestionHere(Policy):
+    """Tokens that the question attends to most at the check layer."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        attention = view.attention_here
+        return view.v_deviation if attention is None else only_stale(view, attention)
+
+
+class QuestionAhead(Policy):
+    """Tokens that the question attends to most over all later layers (after ProphetKV)."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        attention = view.attention_ahead
+        return view.v_deviation if attention is None else only_stale(view, attention)
+
+
+class Product(Policy):
+    """Product of two scores, e.g. how far a token is off times how much the question asks of it."""
+
+    def __init__(self, one: Policy, two: Policy) -> None:
+        self.one, self.two = one, two
+
+    def scores(self, view: View) -> torch.Tensor:
+        one, two = self.one.scores(view), self.two.scores(view)
+        return one.clamp(min=0) * two.clamp(min=0)
+
+
+class Mixture(Policy):
+    """``first_share`` of the rows by one policy, the rest by another."""
+
+    def __init__(self, first: Policy, rest: Policy, first_share: float) -> None:
+        self.first, self.rest, self.first_share = first, rest, first_share
+
+    def rows(self, view: View, count: int) -> torch.Tensor:
+        chosen = self.first.rows(view, int(self.first_share * count))
+        scores = self.rest.scores(view).index_fill(0, chosen, float("inf"))
+        return top_rows(scores, count)
+
+
+def make_policy(settings: BlendSettings) -> Policy:
+    """The policy that ``settings`` name."""
+    hkvd, heads, here, ahead = HKVD(), ChunkHeads(), QuestionHere(), QuestionAhead()
+    policies = {
+        "hkvd": hkvd,
+        "hkvd_k": HKVDByK(),
+        "hkvd_kv": HKVDByBoth(),
+        "random": Random(settings.seed),
+        "heads": heads,
+        "heads+hkvd": Mixture(heads, hkvd, settings.first_share),
+        "query": here,
+        "query*hkvd": Product(here, hkvd),
+        "query+hkvd": Mixture(here, hkvd, settings.first_share),
+        "ahead": ahead,
+        "ahead*hkvd": Product(ahead, hkvd),
+        "ahead+hkvd": Mixture(ahead, hkvd, settings.first_share),
+    }
+    return policies[settings.policy]
+
+
+def choose_rows(view: View, count: int) -> torch.Tensor:
+    """Indices of the ``count`` candidates that go on, by the request's policy, ascending."""
+    return make_policy(view.request.settings).rows(view, count)
+
+
+def share(scores: torch.Tensor) -> torch.Tensor:
+    """Scores as a share of their mean."""
+    return scores / scores.mean().clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def only_stale(view: View, scores: torch.Tensor) -> torch.Tensor:
+    """Puts tokens whose stored KV is right already behind all others."""
+    return scores.masked_fill(~view.stale, -torch.inf)
+
+
+def hashed(positions: torch.Tensor, seed: int) -> torch.Tensor:
+    """A number in [0, 1) for each position, ``[num_positions]`` float32: a mixing of integer bits."""
+    x = positions.long() + seed * 0x3779B97F4A7C15 + 0x2545F4914F6CDD1D
+    for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
+        x = (x ^ (x >> shift)) * factor
+    return ((x >> 20) & 0xFFFFFF).float() / 2**24

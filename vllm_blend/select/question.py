@@ -1,0 +1,130 @@
+"""Attention from the question's tokens to the chunks' tokens.
+
+``attention_here`` is one layer's, from fresh Q and K. ``attention_ahead`` sends the question alone
+through the later layers over the chunks' stored KV, and sums its attention: a pass that costs about
+what a blend at ratio 0 costs. That the question tells which tokens to recompute is the point
+of ProphetKV and FusionRAG; here it is computed by vLLM's own layers, over the paged cache. Sliding
+windows are not looked at: a token that has left the window may be scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vllm_blend.core import Status
+
+if TYPE_CHECKING:
+    from vllm_blend.select.view import View
+
+MAX_ROWS = 32
+"""Question tokens that are asked, its last ones; bounds the memory of a long question."""
+
+
+class Projection(NamedTuple):
+    """A layer's Q, K and V, before norms and RoPE: ``[num_rows, heads, head_size]`` each."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def project(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> Projection:
+    """Q, K, V that a stock decoder layer would compute.
+
+    Args:
+        layer: a decoder layer of any family here: they share these names.
+        hidden, residual: its inputs, ``[num_rows, hidden_size]``; overwritten.
+    """
+    normed, _ = layer.input_layernorm(hidden, residual)
+    qkv, _ = layer.self_attn.qkv_proj(normed)
+    attn, kv_size = layer.self_attn.attn, layer.self_attn.kv_size
+    size = (qkv.shape[0], -1, attn.head_size)
+    q, k, v = qkv.split([layer.self_attn.q_size, kv_size, kv_size], dim=-1)
+    return Projection(q.view(size), k.view(size), v.view(size))
+
+
+def normed_heads(self_attn: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Q or K as RoPE gets it: some families norm each head first."""
+    norm = getattr(self_attn, f"{name}_norm", None)
+    return x if norm is None else norm(x.contiguous())
+
+
+def attention_sum(q: torch.Tensor, k: torch.Tensor, own_k: torch.Tensor, scale: float) -> torch.Tensor:
+    """What each chunk token gets of the question's attention, summed over heads and question tokens.
+
+    Args:
+        q: of the question, rotated, ``[num_question_rows, num_heads, head_size]``.
+        k: of the chunk tokens, rotated, ``[num_tokens, num_kv_heads, head_size]``.
+        own_k: of the question, rotated, ``[num_question_rows, num_kv_heads, head_size]``; masked
+            causally.
+        scale: of the logits.
+
+    Returns:
+        ``[num_tokens]`` float32.
+    """
+    rows, kv_heads = q.shape[0], k.shape[1]
+    grouped = q.view(rows, kv_heads, -1, q.shape[-1])
+    keys = torch.cat([k, own_k])
+    logits = torch.einsum("qhgd,khd->hgqk", grouped, keys).float() * scale
+    later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    logits[..., k.shape[0] :].masked_fill_(later, float("-inf"))
+    return logits.softmax(-1)[..., : k.shape[0]].sum(dim=(0, 1, 2))
+
+
+def attention_here(view: View) -> torch.Tensor | None:
+    """The question's attention to the candidates at the check layer, ``[num_candidates]`` float32."""
+    at, layer = view.question_at, view.layers[view.index]
+    if at is None:
+        return None
+    own = project(layer, view.hidden[at], view.residual[at])
+    self_attn = layer.self_attn
+    q = normed_heads(self_attn, "q", own.q).flatten(1)
+    k = torch.cat([view.fresh_k, normed_heads(self_attn, "k", own.k)]).flatten(1)
+    both = torch.cat([view.positions, view.frame.positions[at]])
+    # the op rotates in place; Q alone stands in for K, which it may go without
+    k = self_attn.rotary_emb(both, k)[0].view(both.numel(), -1, own.k.shape[-1])
+    q = self_attn.rotary_emb(view.frame.positions[at], q.clone())[0]
+    count = view.at.numel()
+    return attention_sum(q.view_as(own.q), k[:count], k[count:], self_attn.attn.impl.scale)
+
+
+def attention_ahead(view: View) -> torch.Tensor | None:
+    """The question's attention to the candidates, summed over the check layer and all later ones.
+
+    The question's rows go alone through the stock layers; what they write to the paged cache, the
+    blend writes again afterwards.
+    """
+    if view.question_at is None:
+        return None
+    frame = view.frame.alone(view.request, view.question_at, view.index)
+    hidden, residual = view.hidden[view.question_at], view.residual[view.question_at]
+    total = torch.zeros(view.request.chunk_rows.numel(), device=hidden.device)
+    for index in range(view.index, len(view.layers)):
+        layer = view.layers[index]
+        attn = layer.self_attn.attn
+        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
+        k = fusion.old_kv[0]
+        k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
+        with frame.context(attn, fusion), watching(attn, k, total):
+            hidden, residual = layer(frame.positions, hidden, residual)
+    return total[view.chunk_index]
+
+
+@contextmanager
+def watching(attn: Any, k: torch.Tensor, total: torch.Tensor) -> Iterator[None]:
+    """While it lasts, ``attn`` adds to ``total`` what its queries give to the keys ``k``."""
+
+    def before(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        q, own_k = args[0], args[1]
+        size = (q.shape[0], -1, k.shape[-1])
+        total.add_(attention_sum(q.view(size), k, own_k.view(size), attn.impl.scale))
+
+    hook = attn.register_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,128 @@
+"""What a policy may look at when it chooses rows at a check layer; computed when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_blend.core import BlendPlan, StepRequest
+from vllm_blend.select import question
+from vllm_blend.select.rows import deviation
+
+if TYPE_CHECKING:
+    from vllm_blend.models.frame import Frame
+
+STALE = 1e-4
+"""Stored V nearer to fresh V than this share of its squared norm is as good as fresh (1% of the norm;
+bf16 rounding alone is below 0.5%)."""
+
+
+class View:
+    """One request at one check layer.
+
+    The candidates are its chunk tokens that are still computed: all of them at the first check layer.
+    Nothing here makes the host wait for the device: every size is known from the plan.
+
+    Args:
+        frame: the rows still computed.
+        request: whose rows are chosen.
+        layers: the model's decoder layers.
+        index: the check layer.
+        hidden, residual: its inputs, ``[num_rows, hidden_size]``; not changed.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        request: StepRequest,
+        layers: Sequence[Any],
+        index: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> None:
+        self.frame, self.request = frame, request
+        self.layers, self.index = layers, index
+        self.hidden, self.residual = hidden, residual
+        self.at, self.chunk_index = frame.candidates(request)
+
+    @cached_property
+    def fresh(self) -> question.Projection:
+        """Q, K and V of the candidates, as the check layer computes them."""
+        return question.project(self.layers[self.index], self.hidden[self.at], self.residual[self.at])
+
+    @cached_property
+    def fresh_k(self) -> torch.Tensor:
+        """K of the candidates as RoPE gets it, ``[num_candidates, num_kv_heads, head_size]``."""
+        return question.normed_heads(self.layers[self.index].self_attn, "k", self.fresh.k)
+
+    @cached_property
+    def stored_k(self) -> torch.Tensor:
+        """K before RoPE from the chunks, ``[num_candidates, num_kv_heads, head_size]``."""
+        return self.frame.stored.old_kv(self.request, self.index)[0][self.chunk_index]
+
+    @cached_property
+    def stored_v(self) -> torch.Tensor:
+        """V from the chunks, the same shape."""
+        return self.frame.stored.old_kv(self.request, self.index)[1][self.chunk_index]
+
+    @cached_property
+    def v_deviation(self) -> torch.Tensor:
+        """Squared distance of fresh to stored V, ``[num_candidates]`` float32."""
+        return deviation(self.fresh.v, self.stored_v)
+
+    @cached_property
+    def k_deviation(self) -> torch.Tensor:
+        """The same of K, before RoPE: a rotation of both changes no distance."""
+        return deviation(self.fresh_k, self.stored_k)
+
+    @cached_property
+    def stale(self) -> torch.Tensor:
+        """Where recomputing changes anything at all, ``[num_candidates]`` bool.
+
+        False for the prompt's head and for a chunk that stands where it was computed.
+        """
+        size = deviation(self.stored_v, torch.zeros_like(self.stored_v))
+        return self.v_deviation > STALE * size
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Prompt position of each candidate, ``[num_candidates]`` int64."""
+        return self.frame.positions[self.at]
+
+    @cached_property
+    def place_in_chunk(self) -> torch.Tensor:
+        """How many tokens of its own chunk stand before each candidate, ``[num_candidates]`` int64."""
+        places = [
+            torch.arange(lo - span.start, hi - span.start, device=self.request.device)
+            for span, lo, hi in self.request.windows
+        ]
+        return torch.cat(places)[self.chunk_index]
+
+    @cached_property
+    def question_at(self) -> torch.Tensor | None:
+        """The frame's rows of the question's last tokens, ``[num_question_rows]``.
+
+        None if this window of a chunked prefill does not hold the question.
+        """
+        request = self.request
+        end = request.position + request.num_rows
+        assert isinstance(request.plan, BlendPlan)
+        start = max(request.plan.spans[-1].end, request.position, end - question.MAX_ROWS)
+        if start >= end:
+            return None
+        shift = request.row - request.position
+        rows = torch.arange(start + shift, end + shift, device=request.device)
+        return torch.searchsorted(self.frame.rows, rows)
+
+    @cached_property
+    def attention_here(self) -> torch.Tensor | None:
+        """Attention from the question at the check layer, ``[num_candidates]``; None: no question."""
+        return question.attention_here(self)
+
+    @cached_property
+    def attention_ahead(self) -> torch.Tensor | None:
+        """The same summed over this and all later layers, in a pass ahead."""
+        return question.attention_ahead(self)
