@@ -77,18 +77,22 @@ def full(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def rounding(engine: Engine, prompt: list[int], stock: torch.Tensor) -> float:
-    """Relative error that rounding alone makes: other tile sizes add up in another order."""
+    """Relative error that rounding alone makes: other tile sizes add up in another order.
+
+    One other order may happen to round alike, so it is the largest error of several.
+    """
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     before = scheduler.max_num_scheduled_tokens
-    scheduler.max_num_scheduled_tokens = 64
+    errors = []
     try:
-        logits = engine.run(prompt, max_tokens=1)[1]
+        for window in (33, 48, 64, 100, 150):
+            scheduler.max_num_scheduled_tokens = window
+            errors.append(relative_error(engine.run(prompt, max_tokens=1)[1][-1:], stock))
     finally:
         scheduler.max_num_scheduled_tokens = before
-    error = relative_error(logits[-1:], stock)
-    print(f"rounding alone: {error:.2e}")
-    assert 0 < error < 0.05
-    return error
+    print("rounding alone:", " ".join(f"{error:.2e}" for error in errors))
+    assert 0 < max(errors) < 0.1
+    return max(errors)
 
 
 def test_collecting_does_not_change_the_answer(
