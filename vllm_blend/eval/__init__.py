@@ -1,0 +1,12 @@
+"""Evaluation: how much of full prefill's quality a way of reusing KV keeps.
+
+data.py       examples, from the paper's JSON or from JSON lines
+synthetic.py  tasks whose answer needs attention from chunk to chunk
+tasks.py      prompts and scores of each data set
+metrics.py    F1, Rouge-L, exact answers
+methods.py    full prefill, prefix caching, blending by each policy, MapReduce, MapRerank
+runner.py     runs methods on examples; a JSON line each, so that a run can go on where it stopped
+stats.py      means, bootstrap intervals, differences to full prefill on the same prompts
+tables.py     Markdown
+cli.py        the command line of the example scripts
+"""
