@@ -55,6 +55,7 @@ class DiskTier:
         self, folder: str | os.PathLike[str], budget_bytes: int, *, fsync: bool = True
     ) -> None:
         self.name = "disk"
+        self.quick = True
         self.stats = Stats()
         self.pins: Container[bytes] = frozenset()
         self.budget_bytes = budget_bytes

@@ -35,8 +35,8 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Tier(Protocol):
-    """Where records lie. Called from the store's own threads; methods may block and raise TierError.
+class Level(Protocol):
+    """What every tier has, host memory included.
 
     Attributes:
         name: for counters and messages.
@@ -48,8 +48,21 @@ class Tier(Protocol):
     stats: Stats
     pins: Container[bytes]
 
+    def usage(self) -> dict[str, int]:
+        """``entries`` and ``bytes`` that the tier holds, as far as is known without waiting."""
+
+
+class Tier(Level, Protocol):
+    """Where records lie. Called from the store's own threads; methods may block and raise TierError.
+
+    Attributes:
+        quick: whether ``contains`` answers from memory, without waiting.
+    """
+
+    quick: bool
+
     def contains(self, key: ChunkKey) -> bool:
-        """Whether the chunk is there, as far as is known without waiting."""
+        """Whether the chunk is there; a guess where the tier is shared and not asked each time."""
 
     def open(self, key: ChunkKey) -> Source | None:
         """The chunk's record, or None; raises Rejected where it is seen at once to be unfit."""
@@ -59,9 +72,6 @@ class Tier(Protocol):
 
     def discard(self, key: ChunkKey) -> None:
         """Removes a chunk's record, if it is there."""
-
-    def usage(self) -> dict[str, int]:
-        """``entries`` and ``bytes`` that the tier holds, as far as is known without waiting."""
 
     def close(self) -> None: ...
 
