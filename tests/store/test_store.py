@@ -247,10 +247,10 @@ def test_without_room_in_host_memory_loads_still_work(tier: FakeTier) -> None:
     with ChunkStore([tier], host_bytes=0) as store:
         store.put(KEY, make_kv(KEY))
         assert store.flush()
-            for _ in range(2):
-                assert same(store.get(KEY), make_kv(KEY))
-                assert store.flush()
-            assert store.stats()["overflows.host"] == 3
+        for _ in range(2):
+            assert same(store.get(KEY), make_kv(KEY))
+            assert store.flush()
+        assert store.stats()["overflows.host"] == 3
         assert store.stats()["hits.fake"] == 2
 
 
