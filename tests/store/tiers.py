@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Record
@@ -15,7 +15,7 @@ class FakeTier:
         self.name = name
         self.quick = quick
         self.stats = Stats()
-        self.pins: Container[bytes] = frozenset()
+        self.pins: Collection[bytes] = frozenset()
         self.records: dict[bytes, bytearray] = {}
         self.opened = 0
         self.written: list[ChunkKey] = []

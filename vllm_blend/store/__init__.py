@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from vllm_blend.store.keys import ChunkKey as ChunkKey
     from vllm_blend.store.keys import ModelKey as ModelKey
     from vllm_blend.store.late import ChunkLost as ChunkLost
+    from vllm_blend.store.redis_tier import RedisTier as RedisTier
+    from vllm_blend.store.s3_tier import S3Tier as S3Tier
     from vllm_blend.store.store import ChunkStore as ChunkStore
 
 _NAMES = {
@@ -19,10 +21,21 @@ _NAMES = {
     "ChunkStore": "store",
     "DiskTier": "disk",
     "ModelKey": "keys",
+    "RedisTier": "redis_tier",
+    "S3Tier": "s3_tier",
     "model_key": "fingerprint",
 }
 
-__all__ = ["ChunkKey", "ChunkLost", "ChunkStore", "DiskTier", "ModelKey", "model_key"]
+__all__ = [
+    "ChunkKey",
+    "ChunkLost",
+    "ChunkStore",
+    "DiskTier",
+    "ModelKey",
+    "RedisTier",
+    "S3Tier",
+    "model_key",
+]
 
 
 def __getattr__(name: str) -> Any:

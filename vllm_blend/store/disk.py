@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ class DiskTier:
         self.name = "disk"
         self.quick = True
         self.stats = Stats()
-        self.pins: Container[bytes] = frozenset()
+        self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self.folder = Path(folder) / f"v{FORMAT_VERSION}"
         self._fsync = fsync

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +64,7 @@ class HostTier:
     ) -> None:
         self.name = "host"
         self.stats = Stats()
-        self.pins: Container[bytes] = frozenset()
+        self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self._may_evict = may_evict
         self._arena = Arena(budget_bytes, pinned)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Protocol
 
 from vllm_blend.store.keys import ChunkKey
@@ -46,7 +46,7 @@ class Level(Protocol):
 
     name: str
     stats: Stats
-    pins: Container[bytes]
+    pins: Collection[bytes]
 
     def usage(self) -> dict[str, int]:
         """``entries`` and ``bytes`` that the tier holds, as far as is known without waiting."""
