@@ -1,4 +1,4 @@
-"""The evaluation: scores, data, method names, statistics; then a run on SmolLM2."""
+"""The evaluation without an engine: scores, data, method names, statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
 from vllm_blend.eval.methods import blend_settings, method_name
 from vllm_blend.eval.metrics import score
-from vllm_blend.eval.runner import RESULTS, Protocol, Result, Runner, read_results
+from vllm_blend.eval.runner import Result
 from vllm_blend.eval.stats import bootstrap, summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tables import HEADER, markdown
@@ -142,72 +141,3 @@ def test_long_passages_are_cut_and_nothing_is_lost() -> None:
     chunks = task.chunks(Letters(), example, 10)
     assert [len(chunk) for chunk in chunks] == [10, 10, 7, 2]
     assert "".join(map(chr, sum(chunks[:3], []))) == "T\n" + "x" * 25
-
-
-@pytest.fixture(scope="module")
-def blender(smollm2: Path) -> Any:
-    from engines import make_engine
-
-    from vllm_blend import Blender
-
-    with make_engine(smollm2, enable_prefix_caching=True, disable_log_stats=False) as engine:
-        yield Blender(engine.llm, chat=False)
-
-
-METHODS = ["reuse", "prefix", "mapreduce", "maprerank", "hkvd@1", "hkvd@0.3"]
-
-
-@pytest.fixture(scope="module")
-def run(blender: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
-    folder = tmp_path_factory.mktemp("run")
-    runner = Runner(blender, Protocol("SmolLM2"), folder)
-    return folder, runner.run(TASKS["synthetic"], synthetic("cut", 1), METHODS)
-
-
-def test_a_run_pairs_methods_with_full_prefill(run: tuple[Path, list[Result]]) -> None:
-    by = {result.method: result for result in run[1]}
-    assert list(by) == ["full", *METHODS]
-    assert by["hkvd@1"].kl == pytest.approx(0, abs=1e-5)
-    assert by["hkvd@1"].same and by["prefix"].same and by["full"].same
-    assert by["prefix"].answer == by["full"].answer
-    reuse, hkvd = by["reuse"].kl, by["hkvd@0.3"].kl
-    assert reuse is not None and hkvd is not None and reuse > 1e-3 and hkvd > 1e-3
-    for result in by.values():
-        assert result.ttft > 0 and result.answer is not None
-    assert by["reuse"].num_reused > 0.5 * by["reuse"].num_tokens
-
-
-def test_a_stopped_run_goes_on_where_it_was(run: tuple[Path, list[Result]], blender: Any) -> None:
-    folder, first = run
-    path = folder / RESULTS
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:20])  # cut off while it was written
-    assert len(read_results(folder)) == len(lines) - 1
-    again = Runner(blender, Protocol("SmolLM2"), folder).run(
-        TASKS["synthetic"], synthetic("cut", 1), METHODS
-    )
-    assert [r.method for r in again] == [r.method for r in first]
-    assert again[:-1] == first[:-1]
-    assert again[-1].kl == pytest.approx(first[-1].kl)
-    nothing = Runner(blender, Protocol("SmolLM2"), folder)
-    nothing.blender = None  # type: ignore[assignment]
-    assert nothing.run(TASKS["synthetic"], synthetic("cut", 1), METHODS) == again
-    with pytest.raises(ValueError, match="holds results of"):
-        Runner(blender, Protocol("another"), folder)
-
-
-def test_forced_tokens_are_not_seen_by_the_question(blender: Any) -> None:
-    """The choice of rows must not depend on the answer that is forced."""
-    from vllm_blend.quality import forced_logits
-
-    task, (example,) = TASKS["synthetic"], synthetic("whole", 1)
-    chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
-    prompt = blender.prompt(chunks, task.ask(example))
-    settings = BlendSettings(policy="ahead", recomp_ratio=0.1)
-    one = forced_logits(blender, prompt, [20, 30, 40], settings=settings)
-    rows = blender.model.cache_fuse_metadata["imp_indices"].tolist()
-    two = forced_logits(blender, prompt, [21, 30], settings=settings)
-    assert blender.model.cache_fuse_metadata["imp_indices"].tolist() == rows
-    assert one.logits.shape[0] == 3 and one.ttft > 0
-    assert np.allclose(one.logits[0], two.logits[0], atol=1e-4)
-    assert not np.allclose(one.logits[1], two.logits[1], atol=1e-2)
