@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_blend.eval.compare import difference
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
 from vllm_blend.eval.methods import blend_settings, method_name
 from vllm_blend.eval.metrics import score
@@ -114,6 +115,8 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
     assert reuse.speedup == 3.0 and hkvd.speedup == 4.0
     assert hkvd.recovered == pytest.approx(0.75) and reuse.recovered == 0
     assert reuse.same == 0.5
+    count, mean = difference(rows, "hkvd@0.16", "reuse")
+    assert count == 1 and mean.value == pytest.approx(-0.15)
     assert markdown([full]).splitlines()[2].count("|") == len(HEADER) + 1
 
 
