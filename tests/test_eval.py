@@ -17,7 +17,7 @@ from vllm_blend.eval.metrics import score
 from vllm_blend.eval.runner import Result
 from vllm_blend.eval.stats import bootstrap, summarize
 from vllm_blend.eval.synthetic import synthetic
-from vllm_blend.eval.tables import HEADER, markdown
+from vllm_blend.eval.tables import HEADER, grid, markdown
 from vllm_blend.eval.tasks import TASKS
 from vllm_blend.settings import BlendSettings
 
@@ -118,6 +118,14 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
     count, mean = difference(rows, "hkvd@0.16", "reuse")
     assert count == 1 and mean.value == pytest.approx(-0.15)
     assert markdown([full]).splitlines()[2].count("|") == len(HEADER) + 1
+    more = replace(hkvd, method="hkvd@0.05:mask=bottom_right")
+    assert grid([full, reuse, hkvd, more], "t").splitlines() == [
+        "| t: KL to full | 5% | 16% |",
+        "|---|---|---|",
+        "| `hkvd` |  | 0.0500 (75%) |",
+        "| `hkvd:mask=bottom_right` | 0.0500 (75%) |  |",
+    ]
+    assert grid([full, reuse, hkvd], "t") == ""
 
 
 def test_synthetic_examples_need_more_than_one_chunk() -> None:
