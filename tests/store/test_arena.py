@@ -130,6 +130,7 @@ def test_an_arena_of_nothing() -> None:
     assert arena.allocate(1) is None
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=8),
     st.integers(1, 12),

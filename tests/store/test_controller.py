@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.store.controller import ComputeTime, Controller, Located, Offer, recommend
@@ -61,6 +61,7 @@ def test_within_five_percent_of_the_best_choice(bandwidth: float, num_tokens: in
     assert decision.ratio >= controller.floor
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(50, 4000), st.sampled_from(["host", "disk", "s3"])),

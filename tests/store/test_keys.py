@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from chunks import MODEL, SHAPE, make_key
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -45,6 +45,7 @@ def test_keys_are_the_same_in_every_process() -> None:
     assert MODEL.chunk([1, 2], [3], "salt").digest.hex() == "8dbdf01deaa9ebcb83ef87fc3aee00e6"
 
 
+@settings(deadline=None)
 @given(IDS, IDS, st.text(max_size=5), IDS, IDS, st.text(max_size=5))
 def test_two_chunks_have_one_key_only_if_all_is_equal(
     ids: list[int], context: list[int], salt: str, ids_2: list[int], context_2: list[int], salt_2: str

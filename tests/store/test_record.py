@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chunks import MODEL, SHAPE, make_key, make_kv
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
@@ -61,6 +61,7 @@ def test_a_record_is_a_safetensors_file(num_tokens: int, dtype: torch.dtype) -> 
 GOOD = written(KEY)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 8 * len(GOOD) - 1))
 def test_no_flipped_bit_passes(bit: int) -> None:
     data = bytearray(GOOD)
@@ -70,6 +71,7 @@ def test_no_flipped_bit_passes(bit: int) -> None:
     assert caught.value.reason in (Reason.CORRUPT, Reason.FOREIGN, Reason.VERSION)
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(GOOD) - 1))
 def test_no_truncation_passes(length: int) -> None:
     with pytest.raises(Rejected) as caught:

@@ -93,6 +93,7 @@ class DiskTier:
         if size != expected:
             os.close(file)
             raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)  # the device reads ahead of the checksums
         self._used(key.digest, size, file)
         return FileSource(file)
 
@@ -108,9 +109,9 @@ class DiskTier:
         try:
             self._write(record)
         except OSError as error:
-            if KINDS.get(error.errno or 0) != "no_space" or not self._evict(record.num_bytes):
+            if not self._worth_another_try(error, record.num_bytes):
                 raise _tier_error(error) from error
-            try:  # the disk is fuller than the budget says: once more, in the place of old records
+            try:
                 self._write(record)
             except OSError as again:
                 raise _tier_error(again) from again
@@ -189,6 +190,12 @@ class DiskTier:
             raise
         finally:
             os.close(file)
+
+    def _worth_another_try(self, error: OSError, num_bytes: int) -> bool:
+        if error.errno == errno.ENOENT:  # swept by another process, between its making and its lock
+            return True
+        # the disk is fuller than the budget says: in the place of old records
+        return KINDS.get(error.errno or 0) == "no_space" and self._evict(num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         with self._lock:

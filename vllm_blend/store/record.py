@@ -165,7 +165,8 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def layers_in(memory: torch.Tensor, shape: KVShape, num_tokens: int) -> tuple[LayerKV, ...]:
     """K and V of each layer as views of ``memory``, uint8 ``[payload_bytes]``."""
     both = memory.view(shape.dtype).view(shape.num_layers, 2, *shape.of(num_tokens))
-    return tuple((both[layer, 0], both[layer, 1]) for layer in range(shape.num_layers))
+    pairs = (pair.unbind(0) for pair in both.unbind(0))  # half the time of indexing
+    return tuple((k, v) for k, v in pairs)
 
 
 @lru_cache(maxsize=4096)
