@@ -26,7 +26,7 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         prompt: vLLM's rendered prompt; marked chunks are in it.
 
     Raises:
-        ValueError: names what is wrong with the field; vLLM answers with HTTP status 400.
+        VLLMValidationError: names what is wrong with the field.
     """
     settings = ServerSettings.of(vllm_config)
     if settings is None:
@@ -88,8 +88,8 @@ def count_reports(outputs: list[Any]) -> None:
             output.kv_transfer_params = rest or None
 
 
-def _refusal(message: str) -> ValueError:
+def _refusal(message: str) -> Exception:
+    """What vLLM answers with HTTP status 400; a ValueError would be a server error (500)."""
     from vllm.exceptions import VLLMValidationError
 
-    error: ValueError = VLLMValidationError(message, parameter=EXTRA_ARG)
-    return error
+    return VLLMValidationError(message, parameter=EXTRA_ARG)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_blend.server.wire import Span
 
-START, END = "\uf8f0\uf8f2", "\uf8f1\uf8f2"
+START, END = "\uf8f0", "\uf8f1"
 """Around a chunk; of Unicode's private use area, which texts have no business with."""
 
 
