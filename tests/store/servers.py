@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import shutil
 import socket
 import subprocess
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 
 def free_port() -> int:
@@ -57,3 +62,47 @@ def redis_binary() -> str | None:
         return str(get_binary_path())
     except Exception:
         return None
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on, or fails as ``mode`` says: ``"500"``, ``"hang"``, ``"cut"``."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(("127.0.0.1", 0), ProxyHandler)
+        self.endpoint = urlsplit(endpoint).netloc
+        self.mode = "pass"
+        self.released = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class ProxyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def _pass_on(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if server.mode == "500":
+            self.send_error(500)
+            return
+        if server.mode == "hang":
+            server.released.wait(60)
+            self.close_connection = True
+            return
+        connection = http.client.HTTPConnection(server.endpoint, timeout=60)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        answer = connection.getresponse()
+        data = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
+                self.send_header(name, value)
+        self.end_headers()
+        if server.mode == "cut":
+            data = data[: len(data) * 2 // 3]
+            self.close_connection = True
+        self.wfile.write(b"" if self.command == "HEAD" else data)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
+
+    def log_message(self, *args: Any) -> None:
+        """Says nothing."""

@@ -32,6 +32,7 @@ class Frame:
         self.rows = torch.arange(step.num_rows, device=positions.device)
         self.positions = positions
         self.kept: dict[StepRequest, torch.Tensor] = {}  # indices into its chunk_rows
+        self.fused: set[StepRequest] = set()  # their stored KV is in the cache, in all layers to come
         self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
@@ -96,7 +97,7 @@ class Frame:
         """
         other = copy(self)
         other.rows, other.positions = self.rows[at], self.positions[at]
-        other.kept = {request: request.chunk_rows.new_empty(0)}
+        other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
         other.stored = StoredLayers([request], self.rows.device, self._num_layers, first_layer)
         other._kept_context = replace(self._context, attn_metadata={}, slot_mapping={})
         other._places, other._described = {}, {}
@@ -118,7 +119,10 @@ class Frame:
     def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
         """The stored KV of one layer and where it goes."""
         positions, slot_mapping, _ = self._place(attn)
-        old_kvs = [self.stored.old_kv(request, layer) for request in self.kept]
+        old_kvs = [self.stored.old_kv(request, layer) for request in self._to_fuse()]
+        if not old_kvs:
+            none = self.rows.new_empty((0, attn.num_kv_heads, attn.head_size), dtype=attn.dtype)
+            return Fusion(status, (none, none), positions, slot_mapping, cache_fuse_metadata)
         k, v = old_kvs[0]
         if len(old_kvs) > 1:
             k, v = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
@@ -148,6 +152,10 @@ class Frame:
         with override_forward_context(context):
             yield
 
+    def _to_fuse(self) -> list[StepRequest]:
+        """The blended requests whose stored KV goes to the cache layer by layer."""
+        return [request for request in self.kept if request not in self.fused]
+
     def _place(self, attn: Any) -> tuple[torch.Tensor, ...]:
         """Where KV goes in this layer; shared by layers that share the slot mapping.
 
@@ -157,7 +165,7 @@ class Frame:
         """
         slot_mapping = self._context.slot_mapping[attn.layer_name]
         if id(slot_mapping) not in self._places:
-            chunk_rows = torch.cat([request.chunk_rows for request in self.kept])
+            chunk_rows = torch.cat([self.rows[:0], *(r.chunk_rows for r in self._to_fuse())])
             slots = slot_mapping.clone()
             slots.index_fill_(0, self.rows, -1)
             self._places[id(slot_mapping)] = (

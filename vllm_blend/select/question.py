@@ -95,8 +95,8 @@ def attention_here(view: View) -> torch.Tensor | None:
 def attention_ahead(view: View) -> torch.Tensor | None:
     """The question's attention to the candidates, summed over the check layer and all later ones.
 
-    The question's rows go alone through the stock layers; what they write to the paged cache, the
-    blend writes again afterwards.
+    The question's rows go alone through the stock layers, which fuses the stored KV of all of them; the
+    blend then need not fuse it again. The question's own KV it overwrites.
     """
     if view.question_at is None:
         return None
@@ -111,6 +111,7 @@ def attention_ahead(view: View) -> torch.Tensor | None:
         k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
         with frame.context(attn, fusion), watching(attn, k, total):
             hidden, residual = layer(frame.positions, hidden, residual)
+    view.frame.fused.add(view.request)
     return total[view.chunk_index]
 
 

@@ -1,0 +1,19 @@
+"""2WikiMultihopQA: comparisons, questions over two passages; F1 of blending beside full prefill.
+
+    python example/blend_wikimqa.py                               # our own small set, SmolLM2
+    python example/blend_wikimqa.py --data wikimqa.json --limit 100 --model MODEL_FOLDER
+    python example/blend_wikimqa.py --methods full reuse --policies hkvd ahead --ratios 0.08 0.16
+
+--data takes the paper's JSON (a list of {"ctxs": [{"title", "text"}], "question", "answers"}), or the
+same as .jsonl or .jsonl.gz. The protocol is the paper's: chunks of at most 512 tokens, F1. Results
+are kept in .out/wikimqa (--output): a run that was stopped goes on where it was.
+"""
+
+import pathlib
+
+from vllm_blend.eval.cli import run_task
+
+OWN = pathlib.Path(__file__).parent.parent / "inputs/eval/wikimqa.json"
+
+if __name__ == "__main__":
+    run_task("wikimqa", OWN, __doc__)

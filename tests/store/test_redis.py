@@ -1,0 +1,188 @@
+"""Records in a real Redis server, which is shared, slow, full, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chunks import make_key, make_kv, same
+from servers import RedisServer
+
+from vllm_blend.store import ChunkLost, ChunkStore
+from vllm_blend.store.keys import ChunkKey
+from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.tier import TierError
+
+redis = pytest.importorskip("redis")
+from vllm_blend.store.redis_tier import RedisTier  # noqa: E402
+
+BUDGET = 1 << 30
+SIZE = Layout.of(make_key()).num_bytes
+
+
+def record(key: ChunkKey) -> Record:
+    return Record.of(key, make_kv(key))
+
+
+def read(tier: RedisTier, key: ChunkKey) -> bytes | None:
+    source = tier.open(key)
+    if source is None:
+        return None
+    layout = Layout.of(key)
+    sizes = [layout.preamble_bytes] + [layout.layer_bytes] * layout.num_layers
+    parts, offset = [], 0
+    for size in sizes:
+        part = bytearray(size)
+        assert source.read(offset, memoryview(part)) == size
+        parts.append(bytes(part))
+        offset += size
+    return b"".join(parts)
+
+
+def test_what_is_written_is_read_by_others(redis_server: RedisServer) -> None:
+    one, two = RedisTier(redis_server.url, BUDGET), RedisTier(redis_server.url, BUDGET)
+    key = make_key()
+    assert one.open(key) is None
+    assert not one.contains(key)
+    one.write(record(key))
+    one.write(record(key))  # there already
+    assert two.contains(key)
+    assert read(two, key) == b"".join(record(key).parts)
+    assert two.open(make_key(salt="another tenant")) is None
+    assert one.usage() == {"entries": 1, "bytes": SIZE}
+    two.discard(key)
+    assert one.open(key) is None
+    assert two.usage() == {"entries": 0, "bytes": 0}
+    one.close()
+    two.close()
+
+
+def test_the_least_recently_used_make_room_for_all_who_share(redis_server: RedisServer) -> None:
+    one, two = RedisTier(redis_server.url, 3 * SIZE), RedisTier(redis_server.url, 3 * SIZE)
+    keys = [make_key(i) for i in range(6)]
+    for key in keys[:3]:
+        one.write(record(key))
+    assert two.open(keys[0]) is not None
+    two.pins = {keys[1].digest}
+    two.write(record(keys[3]))
+    assert [two.contains(key) for key in keys[:4]] == [True, True, False, True]
+    assert two.stats["evictions"] == 1
+    two.pins = {keys[0].digest, keys[1].digest}
+    two.write(record(keys[4]))
+    assert [one.contains(key) for key in keys[:5]] == [True, True, False, False, True]
+    assert two.usage() == {"entries": 3, "bytes": 3 * SIZE}
+    with pytest.raises(TierError, match="too_large"):
+        RedisTier(redis_server.url, SIZE - 1).write(record(keys[5]))
+
+
+def test_what_the_server_dropped_by_itself_is_gone(redis_server: RedisServer) -> None:
+    tier, key = RedisTier(redis_server.url, BUDGET), make_key()
+    tier.write(record(key))
+    client: Any = redis.Redis.from_url(redis_server.url)
+    client.delete(f"vllm_blend:v1:chunk:{key.digest.hex()}")
+    with pytest.raises(Rejected) as caught:
+        tier.open(key)
+    assert caught.value.reason == Reason.GONE
+    assert tier.usage() == {"entries": 0, "bytes": 0}
+    client.set(f"vllm_blend:v1:chunk:{key.digest.hex()}", b"short")
+    with pytest.raises(Rejected, match="truncated"):
+        tier.open(key)
+
+
+def test_a_full_server_is_an_error_that_is_counted(redis_server: RedisServer) -> None:
+    tier, key = RedisTier(redis_server.url, BUDGET), make_key()
+    client: Any = redis.Redis.from_url(redis_server.url)
+    client.config_set("maxmemory", 1)
+    with pytest.raises(TierError) as caught:
+        tier.write(record(key))
+    assert caught.value.kind == "no_space"
+
+
+def test_a_flipped_bit_is_a_miss(redis_server: RedisServer) -> None:
+    key, client = make_key(), redis.Redis.from_url(redis_server.url)
+    name = f"vllm_blend:v1:chunk:{key.digest.hex()}"
+    with ChunkStore([RedisTier(redis_server.url, BUDGET)], host_bytes=0) as store:
+        for offset in (3, 50, SIZE // 2, SIZE - 1):
+            store.put(key, make_kv(key))
+            assert store.flush()
+            byte = client.getrange(name, offset, offset)[0]
+            client.setrange(name, offset, bytes([byte ^ 4]))
+            assert store.get(key) is None
+            assert not client.exists(name)
+        stats = store.stats()
+        assert sum(n for name, n in stats.items() if name.startswith("rejected.redis.")) == 4
+
+
+def test_killed_in_mid_load_and_started_again(redis_server: RedisServer) -> None:
+    """The load is lost, requests go on without Redis, and later with it."""
+    tier, key = RedisTier(redis_server.url, BUDGET, timeout_s=2), make_key()
+    with ChunkStore([tier], host_bytes=1 << 20, timeout_s=60) as store:
+        store.put(key, make_kv(key))
+        assert store.flush()
+        store.discard(key)
+        reading, go_on = threading.Event(), threading.Event()
+        open_ = tier.open
+
+        def open_slowly(key: ChunkKey) -> Any:
+            source = open_(key)
+            stock = source.read
+
+            def read(offset: int, into: memoryview) -> int:
+                if offset == Layout.of(key).offset(1):
+                    reading.set()
+                    go_on.wait(60)
+                return int(stock(offset, into))
+
+            source.read = read
+            return source
+
+        tier.open = open_slowly  # type: ignore[method-assign]
+        kv = store.get(key, layerwise=True)
+        assert kv is not None and reading.wait(60)
+        redis_server.kill()
+        go_on.set()
+        assert (kv.layers[0][0] == make_kv(key).layers[0][0]).all()
+        with pytest.raises(ChunkLost):
+            kv.layers[1]
+        tier.open = open_  # type: ignore[method-assign]
+        assert store.get(key) is None
+        assert store.stats()["misses.unavailable"] == 1
+        other = make_key(1)
+        store.put(other, make_kv(other))
+        assert store.flush()
+        assert same(store.get(other), make_kv(other))  # serving goes on
+        redis_server.start()
+        store.lanes[0]._reads.worked()  # the pauses are over
+        store.lanes[0]._writes.worked()
+        assert store.get(key) is None  # it forgot everything
+        store.put(key, make_kv(key))
+        assert store.flush()
+        store.discard(key)
+        assert same(store.get(key), make_kv(key))
+        assert store.stats()["hits.redis"] >= 1
+
+
+def test_another_process_finds_this_one_s_chunks(redis_server: RedisServer) -> None:
+    key = make_key()
+    with ChunkStore([RedisTier(redis_server.url, BUDGET)], host_bytes=1 << 20) as store:
+        store.put(key, make_kv(key))
+    script = """
+import sys
+from chunks import make_key, make_kv, same
+from vllm_blend.store import ChunkStore
+from vllm_blend.store.redis_tier import RedisTier
+key = make_key()
+with ChunkStore([RedisTier(sys.argv[1], 1 << 30)], host_bytes=1 << 20) as store:
+    assert same(store.get(key), make_kv(key))
+    assert store.get(make_key(salt="another tenant")) is None
+    print(store.stats()["hits.redis"])
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", script, redis_server.url]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "1", done.stderr

@@ -1,0 +1,149 @@
+"""The evaluation on SmolLM2: a run, diagnosis, report and tuner."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_blend.eval.diagnose import Diagnosis, diagnose
+from vllm_blend.eval.report import render
+from vllm_blend.eval.runner import RESULTS, Protocol, Result, Runner, read_results
+from vllm_blend.eval.stats import summarize
+from vllm_blend.eval.synthetic import synthetic
+from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.tune import settings_of, tune
+from vllm_blend.settings import BlendSettings
+
+
+@pytest.fixture(scope="module")
+def blender(smollm2: Path) -> Iterator[Any]:
+    from engines import make_engine
+
+    from vllm_blend import Blender
+
+    with make_engine(smollm2, enable_prefix_caching=True, disable_log_stats=False) as engine:
+        yield Blender(engine.llm, chat=False)
+
+
+METHODS = ["reuse", "prefix", "mapreduce", "maprerank", "hkvd@1", "hkvd@0.3"]
+
+
+@pytest.fixture(scope="module")
+def run(blender: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
+    folder = tmp_path_factory.mktemp("run")
+    runner = Runner(blender, Protocol("SmolLM2"), folder)
+    return folder, runner.run(TASKS["synthetic"], synthetic("cut", 1), METHODS)
+
+
+def test_a_run_pairs_methods_with_full_prefill(run: tuple[Path, list[Result]]) -> None:
+    by = {result.method: result for result in run[1]}
+    assert list(by) == ["full", *METHODS]
+    assert by["hkvd@1"].kl == pytest.approx(0, abs=1e-5)
+    assert by["hkvd@1"].same and by["prefix"].same and by["full"].same
+    assert by["prefix"].answer == by["full"].answer
+    reuse, hkvd = by["reuse"].kl, by["hkvd@0.3"].kl
+    assert reuse is not None and hkvd is not None and reuse > 1e-3 and hkvd > 1e-3
+    for result in by.values():
+        assert result.ttft > 0 and result.answer is not None
+    assert by["reuse"].num_reused > 0.5 * by["reuse"].num_tokens
+
+
+def test_a_stopped_run_goes_on_where_it_was(run: tuple[Path, list[Result]], blender: Any) -> None:
+    folder, first = run
+    path = folder / RESULTS
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:20])  # cut off while it was written
+    assert len(read_results(folder)) == len(lines) - 1
+    again = Runner(blender, Protocol("SmolLM2"), folder).run(
+        TASKS["synthetic"], synthetic("cut", 1), METHODS
+    )
+    assert [r.method for r in again] == [r.method for r in first]
+    assert again[:-1] == first[:-1]
+    assert again[-1].kl == pytest.approx(first[-1].kl)
+    nothing = Runner(blender, Protocol("SmolLM2"), folder)
+    nothing.blender = None  # type: ignore[assignment]
+    assert nothing.run(TASKS["synthetic"], synthetic("cut", 1), METHODS) == again
+    with pytest.raises(ValueError, match="holds results of"):
+        Runner(blender, Protocol("another"), folder)
+
+
+def test_forced_tokens_are_not_seen_by_the_question(blender: Any) -> None:
+    """The choice of rows must not depend on the answer that is forced."""
+    from vllm_blend.quality import forced_logits
+
+    task, (example,) = TASKS["synthetic"], synthetic("whole", 1)
+    chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
+    prompt = blender.prompt(chunks, task.ask(example))
+    settings = BlendSettings(policy="ahead", recomp_ratio=0.1)
+    one = forced_logits(blender, prompt, [20, 30, 40], settings=settings)
+    rows = blender.model.cache_fuse_metadata["imp_indices"].tolist()
+    two = forced_logits(blender, prompt, [21, 30], settings=settings)
+    assert blender.model.cache_fuse_metadata["imp_indices"].tolist() == rows
+    assert one.logits.shape[0] == 3 and one.ttft > 0
+    assert np.allclose(one.logits[0], two.logits[0], atol=1e-4)
+    assert not np.allclose(one.logits[1], two.logits[1], atol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def found(blender: Any) -> dict[str, Diagnosis]:
+    task, (example,) = TASKS["synthetic"], synthetic("whole", 1)
+    chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
+    prompt = blender.prompt(chunks, task.ask(example))
+    return {
+        policy: diagnose(blender, prompt, BlendSettings(policy=policy), (0.0, 0.3, 1.0))
+        for policy in ("hkvd", "ahead")
+    }
+
+
+def test_deviation_is_none_where_nothing_came_before(found: dict[str, Diagnosis]) -> None:
+    for diagnosis in found.values():
+        num_tokens = len(diagnosis.tokens)
+        assert diagnosis.deviation.shape == (30, num_tokens) and len(diagnosis.chunk) == num_tokens
+        assert diagnosis.deviation[0].max() < 1e-4  # layer 0 sees no other token
+        first = diagnosis.chunk == 0
+        assert diagnosis.deviation[:, first].max() < 1e-3  # it stands where it was computed
+        assert diagnosis.deviation[1:, ~first].min(axis=1).max() > 1e-3
+        assert diagnosis.kept.sum() == int(0.16 * num_tokens) and not diagnosis.kept[first].any()
+        correlation = diagnosis.rank_correlation()
+        assert len(correlation) == 28 and np.abs(correlation).max() <= 1
+
+
+def test_attention_deviates_less_at_a_higher_ratio_and_not_at_one(found: dict[str, Diagnosis]) -> None:
+    for diagnosis in found.values():
+        errors = list(diagnosis.attention.values())
+        assert errors[0] > errors[1] > errors[2]
+        assert errors[2] < 1e-4
+
+
+def test_the_page_holds_all_that_it_shows(
+    found: dict[str, Diagnosis], run: tuple[Path, list[Result]]
+) -> None:
+    page = render(found, BlendSettings(), "a <model>", summarize(run[1]))
+    sources = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page)
+    assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+    assert "a &lt;model&gt;" in page and "<script" not in page
+    assert page.count('class="kept"') == found["hkvd"].kept.sum()
+    assert "<td>`hkvd@0.3`</td>" in page
+
+
+def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path) -> None:
+    runner = Runner(blender, Protocol("SmolLM2", answers=False), tmp_path)
+    examples = synthetic("whole", 1)
+    best = tune(runner, TASKS["synthetic"], examples, 0.9, ("random", "ahead"), (0.1, 1.0))
+    assert best is not None and best.recovered is not None and best.recovered >= 0.9
+    tried = {r.method for r in runner.results}
+    smaller = [s for s in summarize(runner.results) if "@" in s.method and s.method[-3:] == "0.1"]
+    assert best.method.endswith("0.1") or all((s.recovered or 0) < 0.9 for s in smaller)
+    assert not any(m.endswith("@1") for m in tried) or best.method.endswith("@1")
+    values = json.loads(json.dumps(settings_of(best.method)))
+    assert BlendSettings.from_mapping(values).policy == best.method.split("@")[0]
+    assert tune(runner, TASKS["synthetic"], examples, 1.0, ("random",), (0.1,)) is None
+    with pytest.raises(ValueError, match="quality is 2"):
+        tune(runner, TASKS["synthetic"], examples, 2)

@@ -1,0 +1,3 @@
+from vllm_blend.eval.cli import main
+
+main()

@@ -1,0 +1,129 @@
+"""The command line that the example scripts share.
+
+python example/blend_musique.py                                     # a small set of our own
+python example/blend_musique.py --data musique.jsonl.gz --methods full reuse hkvd@0.16 ahead@0.08
+python -m vllm_blend.eval --task synthetic --synthetic cut --limit 100 --output out/cut
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_blend.eval.data import Example, read_examples
+from vllm_blend.eval.synthetic import KINDS, synthetic
+from vllm_blend.eval.tasks import TASKS
+
+if TYPE_CHECKING:
+    from vllm_blend.blender import Blender
+
+METHODS = ("full", "prefix", "reuse", "hkvd@0.16", "hkvd@0.16:mask=bottom_right", "mapreduce")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Options of a run."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
+    )
+    parser.add_argument("--limit", type=int, help="examples (default: all)")
+    parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M)")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
+    parser.add_argument("--policies", nargs="+", default=[], help="run each at every --ratios")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.05, 0.08, 0.16, 0.3])
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="cut longer passages (512)")
+    parser.add_argument("--max-passages", type=int, help="of an example; gold ones first")
+    parser.add_argument("--kl-tokens", type=int, default=16, help="answer tokens that KL is over (16)")
+    parser.add_argument(
+        "--no-answers", action="store_true", help="KL and agreement only, twice as fast"
+    )
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument(
+        "--output", type=Path, help="results go on here (default: a new folder in .out/)"
+    )
+    return parser
+
+
+def methods_of(options: argparse.Namespace) -> list[str]:
+    """The methods that were asked for."""
+    grid = [f"{policy}@{ratio:g}" for policy in options.policies for ratio in options.ratios]
+    return [*options.methods, *grid]
+
+
+def make_blender(model: Path | None, max_model_len: int) -> Blender:
+    """An in-process engine that prefills a prompt in one step, on raw text.
+
+    Prefix caching is on, since it is one of the methods; requests of others are salted apart.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
+    import torch
+    from vllm import LLM
+
+    from vllm_blend import Blender, embedded_model
+
+    llm = LLM(
+        model=str(model or embedded_model()),
+        dtype="auto" if torch.cuda.is_available() else "float32",
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max(max_model_len, 8192),
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+    )
+    return Blender(llm, chat=False)
+
+
+def evaluate(
+    task_name: str, examples: Sequence[Example], options: argparse.Namespace, default_output: str
+) -> None:
+    """Runs the methods, prints the table, leaves it in the output folder."""
+    from vllm_blend.eval.runner import Protocol, Runner
+    from vllm_blend.eval.stats import summarize
+    from vllm_blend.eval.tables import write_tables
+
+    methods = methods_of(options)
+    blender = make_blender(options.model, options.max_model_len)
+    protocol = Protocol(
+        options.model.name if options.model else "SmolLM2-135M-Instruct",
+        options.chunk_tokens,
+        options.kl_tokens,
+        options.max_passages,
+        not options.no_answers,
+    )
+    folder = options.output or Path(".out") / default_output
+    runner = Runner(blender, protocol, folder)
+    summaries = summarize(runner.run(TASKS[task_name], examples, methods))
+    print(f"\n{protocol.model}, score: {TASKS[task_name].metric}; results in {folder}\n")
+    print(write_tables(summaries, folder))
+
+
+def run_task(
+    task_name: str, own_data: Path, description: str | None, argv: Sequence[str] | None = None
+) -> None:
+    """An example script: one task, its own small set by default."""
+    options = parser_of(description).parse_args(argv)
+    examples = read_examples(options.data or own_data, options.limit, options.max_passages)
+    evaluate(task_name, examples, options, task_name)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``python -m vllm_blend.eval``: any task."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--synthetic", choices=KINDS, help="made-up examples instead of --data")
+    parser.add_argument("--people", type=int, default=3, help="in a synthetic example (3)")
+    options = parser.parse_args(argv)
+    if (options.data is None) == (options.synthetic is None):
+        parser.error("give --data or --synthetic")
+    if options.synthetic:
+        examples = synthetic(options.synthetic, options.limit or 100, options.people)
+    else:
+        examples = read_examples(options.data, options.limit, options.max_passages)
+    evaluate(options.task, examples, options, options.synthetic or options.task)

@@ -1,0 +1,64 @@
+"""Ways to answer a question over passages; each has a name that says all of it.
+
+``full``          full prefill of every token: what the others are compared with
+``prefix``        full prefill behind vLLM's prefix cache, which holds the prompt's first chunk
+``reuse``         stored KV of every chunk, nothing recomputed (the same as ``hkvd@0``)
+``POLICY@RATIO``  blending, e.g. ``hkvd@0.16``; further settings follow after colons:
+                  ``hkvd@0.16:mask=bottom_right``, ``hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.16``
+``mapreduce``     an answer from each chunk alone, then one from these answers
+``maprerank``     an answer from each chunk alone; the one that the model is surest of
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from vllm_blend.settings import BlendSettings
+
+PLAIN = ("full", "prefix", "mapreduce", "maprerank")
+
+_VALUES: dict[str, Callable[[str], Any]] = {
+    "mask": str,
+    "seed": int,
+    "first_share": float,
+    "check_layers": lambda text: tuple(int(part) for part in text.split(",")),
+    "recomp_ratios": lambda text: tuple(float(part) for part in text.split(",")),
+}
+
+
+def blend_settings(name: str) -> BlendSettings | None:
+    """The settings that a method's name stands for; None for one that does not blend.
+
+    Raises:
+        ValueError: names the method or the setting that is not known.
+    """
+    if name in PLAIN:
+        return None
+    if name == "reuse":
+        return BlendSettings(recomp_ratio=0.0)
+    head, *rest = name.split(":")
+    policy, at, ratio = head.partition("@")
+    if not at:
+        raise ValueError(f"method is {name!r}; allowed: {', '.join(PLAIN)}, reuse, POLICY@RATIO[:...]")
+    values: dict[str, Any] = {"policy": policy}
+    try:
+        values["recomp_ratio"] = float(ratio)
+        for part in rest:
+            key, _, text = part.partition("=")
+            values[key] = _VALUES.get(key, str)(text)
+    except ValueError as error:
+        raise ValueError(f"method is {name!r}; {error}") from None
+    return BlendSettings.from_mapping(values)
+
+
+def method_name(settings: BlendSettings) -> str:
+    """The name of blending with these settings."""
+    name = f"{settings.policy}@{settings.recomp_ratio:g}"
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in _VALUES and value != field.default:
+            text = ",".join(f"{v:g}" for v in value) if isinstance(value, tuple) else str(value)
+            name += f":{field.name}={text}"
+    return name

@@ -1,0 +1,106 @@
+"""From results to figures: means with bootstrap intervals, paired with full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from vllm_blend.eval.runner import Result
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean and its 95% interval, from the bootstrap's percentiles (Efron 1979)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrap(values: Sequence[float], seed: int = 0) -> Mean:
+    """The mean of ``values`` and its interval; NaN where there are none."""
+    data = np.asarray(values, dtype=float)
+    if not data.size:
+        return Mean(float("nan"), float("nan"), float("nan"))
+    draws = np.random.default_rng(seed).integers(0, data.size, (RESAMPLES, data.size))
+    low, high = np.percentile(data[draws].mean(axis=1), [2.5, 97.5])
+    return Mean(float(data.mean()), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method over the examples of a task.
+
+    Attributes:
+        n: examples.
+        score: the task's metric; NaN in a run without answers, as ``loss``.
+        loss: full prefill's score less this one's, example by example.
+        kl: KL(full || method) over the first answer tokens; None where it is not defined.
+        recovered: share of full reuse's KL that is gone; None without full reuse on the same examples.
+        top1: share of those tokens with full prefill's first choice.
+        same: share of answers that are full prefill's, token for token.
+        ttft: median, seconds.
+        speedup: median of full prefill's TTFT over this one's.
+    """
+
+    task: str
+    method: str
+    n: int
+    score: Mean
+    loss: Mean
+    kl: Mean | None
+    recovered: float | None
+    top1: float | None
+    same: float | None
+    ttft: float
+    speedup: float
+
+
+def summarize(results: Sequence[Result]) -> list[Summary]:
+    """A summary for each task and method, in the order in which they first occur."""
+    by: dict[tuple[str, str], dict[str, Result]] = {}
+    for result in results:
+        by.setdefault((result.task, result.method), {})[result.example] = result
+    return [
+        _summary(task, method, rows, by[task, "full"], by.get((task, "reuse"), {}))
+        for (task, method), rows in by.items()
+    ]
+
+
+def _summary(
+    task: str,
+    method: str,
+    rows: dict[str, Result],
+    full: dict[str, Result],
+    reuse: dict[str, Result],
+) -> Summary:
+    kl = [r.kl for r in rows.values() if r.kl is not None]
+    top1 = [r.top1 for r in rows.values() if r.top1 is not None]
+    same = [r.same for r in rows.values() if r.same is not None]
+    losses = [
+        score - r.score
+        for e, r in rows.items()
+        if (score := full[e].score) is not None and r.score is not None
+    ]
+    recovered = None
+    reused = [reuse[e].kl or 0.0 for e in rows if e in reuse]
+    if kl and len(reused) == len(kl) and sum(reused) > 0:
+        recovered = 1 - sum(kl) / sum(reused)
+    return Summary(
+        task=task,
+        method=method,
+        n=len(rows),
+        score=bootstrap([r.score for r in rows.values() if r.score is not None]),
+        loss=bootstrap(losses),
+        kl=bootstrap(kl) if kl else None,
+        recovered=recovered,
+        top1=sum(top1) / len(top1) if top1 else None,
+        same=sum(same) / len(same) if same else None,
+        ttft=median(r.ttft for r in rows.values()),
+        speedup=median(full[e].ttft / r.ttft for e, r in rows.items()),
+    )

@@ -1,0 +1,79 @@
+"""Summaries as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isnan
+from pathlib import Path
+
+from vllm_blend.eval.methods import blend_settings
+from vllm_blend.eval.stats import Mean, Summary
+
+HEADER = (
+    "task", "method", "n", "score", "loss to full", "KL to full", "recovered", "top-1",
+    "same answer", "TTFT", "speedup",
+)  # fmt: skip
+
+
+def markdown(summaries: Sequence[Summary]) -> str:
+    """A table; means with their 95% interval in brackets."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(row(summary)) + " |" for summary in summaries]
+    return "\n".join(lines) + "\n"
+
+
+def grid(summaries: Sequence[Summary], task: str) -> str:
+    """KL by policy and ratio, with the share of full reuse's KL that is gone; "" without two ratios."""
+    cells: dict[str, dict[float, str]] = {}
+    for summary in summaries:
+        settings = blend_settings(summary.method)
+        if summary.task == task and summary.kl and "@" in summary.method and settings:
+            policy = summary.method.replace(f"@{settings.recomp_ratio:g}", "")
+            text = f"{summary.kl.value:.4f} ({percent(summary.recovered)})"
+            cells.setdefault(policy, {})[settings.recomp_ratio] = text
+    ratios = sorted({ratio for line in cells.values() for ratio in line})
+    if len(ratios) < 2:
+        return ""
+    lines = [f"| {task}: KL to full | " + " | ".join(f"{ratio:.0%}" for ratio in ratios) + " |"]
+    lines.append("|" + "---|" * (len(ratios) + 1))
+    for policy, line in cells.items():
+        lines.append(f"| `{policy}` | " + " | ".join(line.get(ratio, "") for ratio in ratios) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def row(summary: Summary) -> list[str]:
+    """A summary as the cells of HEADER."""
+    return [
+        summary.task,
+        f"`{summary.method}`",
+        str(summary.n),
+        "-" if isnan(summary.score.value) else f"{summary.score.value:.3f}",
+        interval(summary.loss),
+        "-" if summary.kl is None else interval(summary.kl, 4),
+        percent(summary.recovered),
+        percent(summary.top1),
+        percent(summary.same),
+        f"{summary.ttft:.2f} s",
+        f"{summary.speedup:.2f}x",
+    ]
+
+
+def interval(mean: Mean, digits: int = 3) -> str:
+    if isnan(mean.value):
+        return "-"
+    return f"{mean.value:.{digits}f} [{mean.low:.{digits}f}, {mean.high:.{digits}f}]"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def write_tables(summaries: Sequence[Summary], folder: Path) -> str:
+    """Writes ``summary.json`` and ``summary.md`` into ``folder``; returns the Markdown."""
+    tasks = dict.fromkeys(summary.task for summary in summaries)
+    text = "\n".join(filter(None, [markdown(summaries), *(grid(summaries, task) for task in tasks)]))
+    (folder / "summary.md").write_text(text)
+    (folder / "summary.json").write_text(json.dumps([asdict(s) for s in summaries], indent=1) + "\n")
+    return text

@@ -1,0 +1,95 @@
+"""Tasks: what the prompt says around the passages, and how an answer is scored.
+
+The protocol is the paper's (arXiv 2405.16444, section 7.1): an instruction first, then each passage as
+chunks of at most 512 tokens, then the question; question answering is scored by F1, summaries by
+Rouge-L. The wording is our own. The instruction holds worked examples, since small models copy a form
+better than they follow an order; it is the first chunk, so its stored KV is exact in every prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_blend.eval.data import Example, Passage
+
+_QA = """Each question is answered from the passages above it, in a few words.
+
+The ferry Marlene was built in Turku in 1931 and carried mail until the bridge was opened.
+Question: Where was the ferry Marlene built?
+Answer: Turku
+
+Ida Brandt wrote her only play in a hotel in Lucerne. Its first night was on 3 May 1908.
+Question: When was the first night of Ida Brandt's play?
+Answer: 3 May 1908"""
+
+_FACTS = """Ulla Berg is a baker. Ulla Berg lives in Ghent.
+Question: In which city does Ulla Berg live?
+Answer: Ghent"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a data set is asked and scored.
+
+    Attributes:
+        header: the first chunk, or "".
+        question: a format string with ``{question}``; what follows the last chunk.
+        metric: a name in ``metrics.METRICS``.
+        max_tokens: of an answer.
+        stop: texts that end an answer.
+        titled: whether a passage's title stands before its text.
+    """
+
+    name: str
+    header: str
+    question: str
+    metric: str
+    max_tokens: int
+    stop: tuple[str, ...] = ("\n",)
+    titled: bool = True
+
+    def passage(self, passage: Passage) -> str:
+        """A passage as it stands in the prompt."""
+        if self.titled and passage.title:
+            return f"{passage.title}\n{passage.text}"
+        return passage.text
+
+    def ask(self, example: Example) -> str:
+        """What follows the last chunk."""
+        return self.question.format(question=example.question.strip())
+
+    def chunks(self, tokenizer: Any, example: Example, chunk_tokens: int) -> list[list[int]]:
+        """Token ids of the header and of each passage, cut where it has more than ``chunk_tokens``."""
+        texts = [self.header] if self.header else []
+        texts += [self.passage(passage) for passage in example.passages]
+        pieces: list[list[int]] = []
+        for text in texts:
+            ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
+            pieces += [list(ids[i : i + chunk_tokens]) for i in range(0, len(ids), chunk_tokens)]
+        return pieces
+
+
+_ASK = "Question: {question}\nAnswer:"
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("musique", _QA, _ASK, "F1", 16),
+        Task("wikimqa", _QA, _ASK, "F1", 16),
+        Task("hotpotqa", _QA, _ASK, "F1", 16),
+        Task("nq", _QA, _ASK, "F1", 16),
+        Task("samsum", "", "{question}", "Rouge-L", 48, titled=False),
+        Task(
+            "multinews",
+            "The news passages below are about one event. They are followed by one summary of all.",
+            "{question}\nSummary:",
+            "Rouge-L",
+            128,
+            stop=(),
+            titled=False,
+        ),
+        Task("synthetic", _FACTS, _ASK, "begins", 6, titled=False),
+    )
+}

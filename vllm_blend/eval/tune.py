@@ -1,0 +1,101 @@
+"""Finds the smallest ratio, and the policy that needs it, at a stated quality on the user's prompts.
+
+    python -m vllm_blend.eval.tune --data my_prompts.jsonl --task musique --quality 0.9 \\
+        --settings blend.json
+
+Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
+tokens: 0 is full reuse, 1 full prefill. The settings file is what ``BlendSettings.from_mapping`` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_blend.eval.cli import make_blender, parser_of
+from vllm_blend.eval.data import Example, read_examples
+from vllm_blend.eval.methods import blend_settings
+from vllm_blend.eval.runner import Protocol, Runner
+from vllm_blend.eval.stats import Summary, summarize
+from vllm_blend.eval.tables import interval, percent
+from vllm_blend.eval.tasks import TASKS, Task
+from vllm_blend.settings import BlendSettings
+
+POLICIES = ("hkvd", "heads", "query*hkvd", "ahead", "ahead*hkvd")
+RATIOS = (0.02, 0.05, 0.08, 0.12, 0.16, 0.22, 0.3, 0.4, 0.5, 0.7)
+
+
+def tune(
+    runner: Runner,
+    task: Task,
+    examples: Sequence[Example],
+    quality: float,
+    policies: Sequence[str] = POLICIES,
+    ratios: Sequence[float] = RATIOS,
+) -> Summary | None:
+    """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
+
+    Returns:
+        The best method of the first ratio at which there is one; None if there is none at any.
+
+    Raises:
+        ValueError: if ``quality`` is not in [0, 1].
+    """
+    if not 0 <= quality <= 1:
+        raise ValueError(f"quality is {quality}; allowed: 0 to 1")
+    for ratio in sorted(ratios):
+        names = [f"{policy}@{ratio:g}" for policy in policies]
+        found = summarize(runner.run(task, examples, ["reuse", *names]))
+        good = [s for s in found if s.method in names and (s.recovered or 0.0) >= quality]
+        if good:
+            return max(good, key=lambda summary: summary.recovered or 0.0)
+    return None
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    """The settings of a method that are not the defaults, ready for JSON; the ratio in any case."""
+    settings, default = blend_settings(method), BlendSettings()
+    if settings is None:
+        raise ValueError(f"method {method!r} does not blend")
+    values = dataclasses.asdict(settings)
+    always = ("policy", "recomp_ratio")
+    return {k: v for k, v in values.items() if k in always or v != getattr(default, k)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser: argparse.ArgumentParser = parser_of(__doc__)
+    parser.add_argument("--task", choices=TASKS, required=True, help="how the prompts are put")
+    parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
+    parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
+    parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
+    options = parser.parse_args(argv)
+    if options.data is None:
+        parser.error("--data is needed: the prompts to tune on")
+    examples = read_examples(options.data, options.limit, options.max_passages)
+    blender = make_blender(options.model, options.max_model_len)
+    model = options.model.name if options.model else "SmolLM2-135M-Instruct"
+    protocol = Protocol(
+        model, options.chunk_tokens, options.kl_tokens, options.max_passages, answers=False
+    )
+    runner = Runner(blender, protocol, options.output or Path(".out/tune"))
+    task = TASKS[options.task]
+    best = tune(runner, task, examples, options.quality, options.policies, options.ratios)
+    if best is None:
+        parser.exit(
+            1, f"no policy removes {options.quality:.0%} at ratios up to {max(options.ratios)}\n"
+        )
+    assert best.kl is not None
+    options.settings.write_text(json.dumps(settings_of(best.method), indent=1) + "\n")
+    print(
+        f"{best.method}: removes {percent(best.recovered)} of full reuse's KL, which leaves "
+        f"{interval(best.kl, 4)} (n={best.n}); TTFT {best.speedup:.2f}x faster than full prefill. "
+        f"Written to {options.settings}"
+    )
+
+
+if __name__ == "__main__":
+    main()

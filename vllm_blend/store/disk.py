@@ -1,0 +1,293 @@
+"""Records as files of a folder, which several processes may share.
+
+    FOLDER/v1/3f/3f09....safetensors    a record; appears whole, by rename
+    FOLDER/v1/3f/.3f09....PID-N.tmp     one that is being written; its writer holds a lock on it
+
+A file's modification time is when it was last used, so the order of use outlives the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from vllm_blend.store.index import PAGE, Index
+from vllm_blend.store.keys import DIGEST_BYTES, FORMAT_VERSION, ChunkKey
+from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.tier import Stats, TierError
+
+SUFFIX = ".safetensors"
+REFRESH_S = 10.0
+"""The folder is listed again after this time at the soonest, and never for more than 2% of the time."""
+
+KINDS = {
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EFBIG: "no_space",
+    errno.EROFS: "read_only",
+    errno.EACCES: "read_only",
+    errno.EPERM: "read_only",
+}
+
+
+class DiskTier:
+    """Records on a local disk.
+
+    Args:
+        folder: made if it is not there.
+        budget_bytes: of all records in it, whoever wrote them.
+        fsync: wait until a record is on the disk before it appears; without it a power failure may
+            leave records that are found corrupt later.
+
+    Raises:
+        OSError: if the folder is not there and cannot be made.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], budget_bytes: int, *, fsync: bool = True
+    ) -> None:
+        self.name = "disk"
+        self.quick = True
+        self.stats = Stats()
+        self.pins: Collection[bytes] = frozenset()
+        self.budget_bytes = budget_bytes
+        self.folder = Path(folder) / f"v{FORMAT_VERSION}"
+        self._fsync = fsync
+        self._lock = threading.Lock()
+        self._index = Index()
+        self._numbers = itertools.count()
+        self._listed_at, self._listing_s = -REFRESH_S, 0.0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            if not Path(folder).is_dir():
+                raise
+        self.refresh()
+
+    def contains(self, key: ChunkKey) -> bool:
+        with self._lock:
+            known = key.digest in self._index
+        return known or self._path(key.digest).exists()
+
+    def open(self, key: ChunkKey) -> FileSource | None:
+        path = self._path(key.digest)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            with self._lock:
+                gone = self._index.remove(key.digest)
+            if gone:
+                raise Rejected(Reason.GONE) from None
+            return None
+        except OSError as error:
+            raise _tier_error(error) from error
+        size, expected = os.fstat(file).st_size, Layout.of(key).num_bytes
+        if size != expected:
+            os.close(file)
+            raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
+        self._used(key.digest, size, file)
+        return FileSource(file)
+
+    def write(self, record: Record) -> None:
+        digest = record.key.digest
+        if time.monotonic() > self._listed_at + max(REFRESH_S, 50 * self._listing_s):
+            self.refresh()
+        if self._path(digest).exists():
+            return
+        if record.num_bytes > self.budget_bytes:
+            raise TierError("too_large", f"{record.num_bytes} bytes", pause=False)
+        self._make_room(record.num_bytes)
+        try:
+            self._write(record)
+        except OSError as error:
+            if KINDS.get(error.errno or 0) != "no_space" or not self._evict(record.num_bytes):
+                raise _tier_error(error) from error
+            try:  # the disk is fuller than the budget says: once more, in the place of old records
+                self._write(record)
+            except OSError as again:
+                raise _tier_error(again) from again
+        with self._lock:
+            self._index.put(digest, record.num_bytes)
+
+    def discard(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._index.remove(key.digest)
+        try:
+            self._path(key.digest).unlink(missing_ok=True)
+        except OSError as error:
+            raise _tier_error(error) from error
+
+    def usage(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "entries": len(self._index),
+                "bytes": self._index.num_bytes,
+                "index_bytes": self._index.memory,
+            }
+
+    def close(self) -> None:
+        """Nothing to do: every record is a whole file already."""
+
+    def refresh(self) -> None:
+        """Reads the folder: what other processes added and removed; sweeps what killed ones left."""
+        start = time.monotonic()
+        before = set(self._index.digests())
+        digests, sizes = self._list()
+        with self._lock:
+            if not len(self._index):
+                self._index.put_all(digests, sizes)
+            else:
+                found = {
+                    digest.tobytes(): int(size) for digest, size in zip(digests, sizes, strict=True)
+                }
+                for digest in found.keys() - before:
+                    if digest not in self._index:
+                        self._index.put(digest, found[digest])
+                for digest in before - found.keys():
+                    if not self._path(digest).exists():
+                        self._index.remove(digest)
+        self._listed_at, self._listing_s = time.monotonic(), time.monotonic() - start
+
+    def _path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self.folder / name[:2] / (name + SUFFIX)
+
+    def _used(self, digest: bytes, size: int, file: int) -> None:
+        with self._lock:
+            if not self._index.touch(digest):
+                self._index.put(digest, size)  # another process's
+        try:
+            os.utime(file)
+        except OSError:
+            self.stats.add("utime_failed")  # a read-only folder: the order of use is not kept
+
+    def _write(self, record: Record) -> None:
+        path = self._path(record.key.digest)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.parent / f".{path.stem}.{os.getpid()}-{next(self._numbers)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(temporary, flags, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for part in record.parts:
+                left = part
+                while left.nbytes:
+                    left = left[os.write(file, left) :]
+            if self._fsync:
+                os.fsync(file)
+            os.rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+
+    def _make_room(self, num_bytes: int) -> None:
+        with self._lock:
+            over = self._index.num_bytes + num_bytes + PAGE - self.budget_bytes
+        if over > 0:
+            self._evict(over)
+
+    def _evict(self, num_bytes: int) -> bool:
+        """Removes the least recently used records, ``num_bytes`` in all; False if there are fewer."""
+        freed = 0
+        with self._lock:
+            tries = len(self._index)
+        while freed < num_bytes and tries > 0:
+            tries -= 1
+            with self._lock:
+                digest = self._index.oldest()
+                if digest is None:
+                    break
+                if digest in self.pins:
+                    self._index.touch(digest)
+                    continue
+                freed += self._index.remove(digest) * PAGE
+            try:
+                self._path(digest).unlink(missing_ok=True)
+            except OSError as error:
+                raise _tier_error(error) from error
+            self.stats.add("evictions")
+        return freed >= num_bytes
+
+    def _list(self) -> tuple[np.ndarray, np.ndarray]:
+        """Digests ``[n, 16]`` and sizes ``[n]`` of the records, least recently used first."""
+        names: list[str] = []
+        sizes: list[int] = []
+        times: list[float] = []
+        for entry in self._entries():
+            if entry.name.endswith(SUFFIX):
+                try:
+                    digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
+                    stat = entry.stat()
+                except (ValueError, OSError):
+                    continue
+                if len(digest) == DIGEST_BYTES:
+                    names.append(entry.name[: 2 * DIGEST_BYTES])
+                    sizes.append(stat.st_size)
+                    times.append(stat.st_mtime)
+            elif entry.name.endswith(".tmp"):
+                self._sweep(entry.path)
+        digests = np.frombuffer(bytes.fromhex("".join(names)), dtype=np.uint8)
+        order = np.argsort(np.array(times), kind="stable")
+        return digests.reshape(-1, DIGEST_BYTES)[order], np.array(sizes, dtype=np.int64)[order]
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        for number in range(256):
+            try:
+                with os.scandir(self.folder / f"{number:02x}") as entries:
+                    yield from entries
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self.stats.add("list_failed")
+
+    def _sweep(self, path: str) -> None:
+        """Removes a temporary file whose writer is dead: nobody holds its lock."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            self.stats.add("swept")
+        except OSError:
+            return  # it is alive, or the folder is read-only
+        finally:
+            os.close(file)
+
+
+class FileSource:
+    """An open record; it stays readable after its file is removed."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def read(self, offset: int, into: memoryview) -> int:
+        done = 0
+        while done < into.nbytes:
+            try:
+                count = os.preadv(self._file, [into[done:]], offset + done)
+            except OSError as error:
+                raise _tier_error(error, pause=False) from error
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _tier_error(error: OSError, pause: bool = True) -> TierError:
+    kind = KINDS.get(error.errno or 0, errno.errorcode.get(error.errno or 0, "os_error"))
+    return TierError(kind, str(error), pause=pause and kind != "ENOENT")

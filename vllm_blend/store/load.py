@@ -1,0 +1,193 @@
+"""Loads from slower tiers: one for all who ask, layer by layer, each verified before it is used."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from vllm_blend.core import StoredKV
+from vllm_blend.store.host import HostTier, Slot
+from vllm_blend.store.keys import ChunkKey
+from vllm_blend.store.lane import Lane, timed
+from vllm_blend.store.late import ChunkLost, LateKV, LateLayers
+from vllm_blend.store.record import Layout, Reason, Rejected, checksum
+from vllm_blend.store.tier import Source, TierError
+
+logger = logging.getLogger("vllm.vllm_blend.store")
+
+
+@dataclass(eq=False)
+class Load:
+    """One chunk on its way into host memory.
+
+    Attributes:
+        opened: the KV as soon as a record is found whose header is right, or None.
+        lane: what it is read from, once it is opened.
+        reason: why there is no KV.
+    """
+
+    key: ChunkKey
+    opened: Future[LateKV | None] = field(default_factory=Future)
+    lane: Lane | None = None
+    reason: Reason = Reason.ABSENT
+
+    def wait(self, timeout_s: float, layerwise: bool) -> StoredKV | None:
+        """The KV; whole, unless ``layerwise``. None, with a ``reason``, if it cannot be had in time."""
+        try:
+            late = self.opened.result(timeout_s)
+            if late is None or layerwise:
+                return late
+            late.wait()
+            return StoredKV(late.layers.tensors)
+        except (TimeoutError, ChunkLost):
+            if self.reason is Reason.ABSENT:
+                self.reason = Reason.UNAVAILABLE
+            return None
+
+
+class Loads:
+    """The loads under way.
+
+    Args:
+        host: where chunks are loaded to.
+        lanes: slower tiers, fastest first.
+        threads: loads that run at once.
+        timeout_s: how long one layer may take.
+        promote: called with a chunk that was found, and the faster lanes that did not have it.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        lanes: Sequence[Lane],
+        threads: int,
+        timeout_s: float,
+        promote: Callable[[ChunkKey, StoredKV, Sequence[Lane]], None],
+    ) -> None:
+        self._host = host
+        self._lanes = lanes
+        self._timeout_s = timeout_s
+        self._promote = promote
+        self._loads: dict[bytes, Load] = {}
+        self._lock = threading.Condition()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="chunk-load")
+        self._closed = False
+
+    def start(self, key: ChunkKey) -> Load | StoredKV:
+        """The load of a chunk: the one under way, or a new one; the KV if a load just ended."""
+        with self._lock:
+            load = self._loads.get(key.digest)
+            if load is not None and load.key.id_bytes == key.id_bytes:
+                return load
+            if (kv := self._host.get(key)) is not None:
+                return kv
+            load = Load(key)
+            if self._closed:
+                load.reason = Reason.CLOSED
+                load.opened.set_result(None)
+            else:
+                self._loads[key.digest] = load
+                self._pool.submit(self._run, load)
+            return load
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until no load is under way; False if that takes longer."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._loads, timeout_s)
+
+    def close(self) -> None:
+        """Ends the loads; those under way are lost after their present layer."""
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(cancel_futures=True)
+        for load in list(self._loads.values()):
+            load.reason = Reason.CLOSED
+            load.opened.set_result(None)
+        self._loads.clear()
+
+    def _run(self, load: Load) -> None:
+        try:
+            self._load(load)
+        except Exception:
+            logger.exception("vllm_blend store: a load failed in an unexpected way")
+            load.reason = Reason.UNAVAILABLE
+        finally:
+            with self._lock:
+                self._loads.pop(load.key.digest, None)
+                self._lock.notify_all()
+            if not load.opened.done():
+                load.opened.set_result(None)
+            elif (late := load.opened.result()) is not None:
+                late.layers.lose(str(load.reason))  # says nothing where all layers have arrived
+
+    def _load(self, load: Load) -> None:
+        """Reads from the first lane that has the chunk; where one fails, goes on with the next."""
+        key, layout = load.key, Layout.of(load.key)
+        slot: Slot | None = None
+        missing: list[Lane] = []
+        for lane in self._lanes:
+            source = lane.open(key)
+            if isinstance(source, Reason):
+                if source is not Reason.ABSENT:
+                    load.reason = source
+                else:
+                    missing.append(lane)
+                continue
+            elapsed = timed()
+            try:
+                checksums = self._read_preamble(source, layout)
+                if slot is None:
+                    slot = self._host.reserve(key)
+                    load.opened.set_result(LateKV(LateLayers(slot.layers, str(key), self._timeout_s)))
+                load.lane = lane
+                self._read_layers(load, slot, source, layout, checksums, elapsed)
+            except Rejected as rejected:
+                load.reason = lane.reject(key, rejected)
+                missing.append(lane)
+            except TierError as error:
+                load.reason = lane.fail(error)
+            else:
+                if missing:
+                    self._promote(key, StoredKV(slot.layers), missing)
+                return
+            finally:
+                source.close()
+        if slot is not None:
+            self._host.abandon(slot)
+
+    @staticmethod
+    def _read_preamble(source: Source, layout: Layout) -> list[bytes]:
+        data = bytearray(layout.preamble_bytes)
+        count = source.read(0, memoryview(data))
+        return layout.checksums(data[:count])
+
+    def _read_layers(
+        self,
+        load: Load,
+        slot: Slot,
+        source: Source,
+        layout: Layout,
+        checksums: list[bytes],
+        elapsed: Callable[[], float],
+    ) -> None:
+        """Reads and verifies the layers that have not arrived yet."""
+        late = load.opened.result()
+        assert late is not None and load.lane is not None
+        memory: memoryview = slot.memory.numpy().data
+        first = late.layers.arrived
+        for layer in range(first, layout.num_layers):
+            if self._closed:
+                raise TierError("closed", pause=False)
+            into = memory[layer * layout.layer_bytes : (layer + 1) * layout.layer_bytes]
+            count = source.read(layout.offset(layer), into)
+            if count != layout.layer_bytes:
+                raise Rejected(Reason.TRUNCATED, f"{count} bytes of layer {layer}")
+            if checksum(load.key, layer, into) != checksums[layer]:
+                raise Rejected(Reason.CORRUPT, f"layer {layer}")
+            if layer + 1 == layout.num_layers:
+                load.lane.loaded((layer + 1 - first) * layout.layer_bytes, elapsed())
+                self._host.publish(slot)  # first, so that it is never found nowhere
+            late.layers.arrive()

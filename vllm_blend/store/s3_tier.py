@@ -1,0 +1,240 @@
+"""Records as objects of an S3 bucket, shared by every process and machine that reaches it.
+
+Which objects there are is known from listings, at the start and every ``refresh_s``, so that a chunk
+that is not there costs no request. Needs the extra ``s3``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import boto3
+import numpy as np
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
+
+from vllm_blend.store.index import PAGE, Index
+from vllm_blend.store.keys import DIGEST_BYTES, FORMAT_VERSION, ChunkKey
+from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.tier import Stats, TierError
+
+SUFFIX = ".safetensors"
+PIECE = 1 << 20
+"""Bytes that are taken from a response at a time."""
+
+
+class S3Tier:
+    """Records in a bucket.
+
+    Args:
+        bucket: it must be there.
+        budget_bytes: of all records under ``prefix``. Who shares the bucket counts by listings, so it
+            may be exceeded by what is written between two of them.
+        prefix: of every object's key.
+        endpoint_url: of a server other than AWS's.
+        timeout_s: of a connection, and between two pieces of an answer.
+        refresh_s: seconds between two listings.
+        client: a boto3 client of your own, instead of ``endpoint_url`` and ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        budget_bytes: int,
+        *,
+        prefix: str = "vllm_blend",
+        endpoint_url: str | None = None,
+        timeout_s: float = 5.0,
+        refresh_s: float = 60.0,
+        client: Any = None,
+    ) -> None:
+        self.name = "s3"
+        self.quick = True
+        self.stats = Stats()
+        self.pins: Collection[bytes] = frozenset()
+        self.bucket = bucket
+        self.budget_bytes = budget_bytes
+        self._prefix = f"{prefix}/v{FORMAT_VERSION}/"
+        config = Config(
+            connect_timeout=min(timeout_s, 2.0),
+            read_timeout=timeout_s,
+            retries={"total_max_attempts": 1},  # the store pauses the tier instead
+        )
+        self._client = client or boto3.client("s3", endpoint_url=endpoint_url, config=config)
+        self._index = Index()
+        self._lock = threading.Lock()
+        self._refresh_s = refresh_s
+        self._closed = threading.Event()
+        self._listed = threading.Event()
+        self._lister = threading.Thread(target=self._keep_listing, name="s3-list", daemon=True)
+        self._lister.start()
+
+    def wait_listed(self, timeout_s: float = 60.0) -> bool:
+        """Waits until the bucket has been listed once; False if that takes longer."""
+        return self._listed.wait(timeout_s)
+
+    def contains(self, key: ChunkKey) -> bool:
+        with self._lock:
+            return key.digest in self._index
+
+    def open(self, key: ChunkKey) -> S3Source | None:
+        if not self.contains(key):
+            return None
+        expected = Layout.of(key).num_bytes
+        source = S3Source(self._client, self.bucket, self._object(key.digest))
+        with _errors():
+            try:
+                size = source.seek(0)
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
+                    raise
+                with self._lock:
+                    self._index.remove(key.digest)
+                raise Rejected(Reason.GONE) from None
+        if size != expected:
+            source.close()
+            raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
+        with self._lock:
+            self._index.touch(key.digest)
+        return source
+
+    def write(self, record: Record) -> None:
+        digest, size = record.key.digest, record.num_bytes
+        if self.contains(record.key):
+            return
+        if size > self.budget_bytes:
+            raise TierError("too_large", f"{size} bytes", pause=False)
+        with _errors():
+            self._make_room(size)
+            body = b"".join(record.parts)
+            self._client.put_object(Bucket=self.bucket, Key=self._object(digest), Body=body)
+        with self._lock:
+            self._index.put(digest, size)
+
+    def discard(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._index.remove(key.digest)
+        with _errors():
+            self._client.delete_object(Bucket=self.bucket, Key=self._object(key.digest))
+
+    def usage(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "entries": len(self._index),
+                "bytes": self._index.num_bytes,
+                "index_bytes": self._index.memory,
+            }
+
+    def close(self) -> None:
+        self._closed.set()
+        self._client.close()
+
+    def refresh(self) -> None:
+        """Lists the bucket: what others added and removed.
+
+        Raises:
+            TierError: if that fails.
+        """
+        before = set(self._index.digests())
+        found: dict[bytes, tuple[float, int]] = {}
+        with _errors():
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.bucket, Prefix=self._prefix):
+                for item in page.get("Contents", []):
+                    if (digest := _digest(item["Key"], self._prefix)) is not None:
+                        found[digest] = item["LastModified"].timestamp(), item["Size"]
+        new = sorted(found.keys() - before, key=lambda digest: found[digest])
+        with self._lock:
+            sizes = np.array([found[digest][1] for digest in new], dtype=np.int64)
+            table = np.frombuffer(b"".join(new), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+            self._index.put_all(table, sizes)
+            for digest in before - found.keys():
+                self._index.remove(digest)
+
+    def _object(self, digest: bytes) -> str:
+        return f"{self._prefix}{digest.hex()}{SUFFIX}"
+
+    def _keep_listing(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.refresh()
+                self._listed.set()
+            except TierError as error:
+                self.stats.add(f"list_failed.{error.kind}")
+            self._closed.wait(self._refresh_s)
+
+    def _make_room(self, num_bytes: int) -> None:
+        tries = len(self._index)
+        while self._index.num_bytes + num_bytes + PAGE > self.budget_bytes and tries > 0:
+            tries -= 1
+            with self._lock:
+                digest = self._index.oldest()
+                if digest is None:
+                    return
+                if digest in self.pins:
+                    self._index.touch(digest)
+                    continue
+                self._index.remove(digest)
+            self._client.delete_object(Bucket=self.bucket, Key=self._object(digest))
+            self.stats.add("evictions")
+
+
+class S3Source:
+    """An object, read in order from one answer; a jump asks again."""
+
+    def __init__(self, client: Any, bucket: str, name: str) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._name = name
+        self._body: Any = None
+        self._at = 0
+
+    def seek(self, offset: int) -> int:
+        """Asks for the object from ``offset`` on; returns its size. Raises boto3's errors."""
+        self.close()
+        answer = self._client.get_object(Bucket=self._bucket, Key=self._name, Range=f"bytes={offset}-")
+        self._body, self._at = answer["Body"], offset
+        return int(answer["ContentLength"]) + offset
+
+    def read(self, offset: int, into: memoryview) -> int:
+        done = 0
+        with _errors():
+            if offset != self._at:
+                self.seek(offset)
+            while done < into.nbytes:
+                piece = self._body.read(min(PIECE, into.nbytes - done))
+                if not piece:
+                    break
+                into[done : done + len(piece)] = piece
+                done += len(piece)
+        self._at = offset + done
+        return done
+
+    def close(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
+
+
+def _digest(name: str, prefix: str) -> bytes | None:
+    """The digest in an object's key, or None if it is not a record's."""
+    try:
+        digest = bytes.fromhex(name.removeprefix(prefix).removesuffix(SUFFIX))
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_BYTES else None
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except ClientError as error:
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", "client_error")
+        raise TierError(str(status), str(error)) from error
+    except (BotoCoreError, HTTPError, OSError) as error:
+        raise TierError(type(error).__name__, str(error)) from error

@@ -1,0 +1,285 @@
+"""The chunk store: one object for whoever needs a chunk's KV, or has computed one.
+
+store = ChunkStore([DiskTier("/var/cache/chunks", 200 << 30)], host_bytes=16 << 30)
+kv = store.get(key)             # host memory, else the tiers in order; verified; None is a miss
+if kv is None:
+    store.put(key, compute())   # returns at once; written from behind
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from vllm_blend.core import StoredKV
+from vllm_blend.store.host import HostTier, Slot
+from vllm_blend.store.keys import ChunkKey
+from vllm_blend.store.lane import Lane, Writer
+from vllm_blend.store.late import LateKV
+from vllm_blend.store.load import Load, Loads
+from vllm_blend.store.record import Reason, Record
+from vllm_blend.store.tier import Level, Stats, Tier
+
+
+class ChunkStore:
+    """Chunks' KV in host memory and slower tiers; for several threads.
+
+    What is put goes to host memory and to every tier; what a slower tier had is copied to the faster
+    ones. Each tier drops what was used least recently, but nothing that is pinned; a chunk that leaves
+    host memory and is in no other tier that can be asked quickly is written there first.
+
+    Args:
+        tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
+        host_bytes: of host memory, taken at once.
+        pinned: page-locked host memory; None: where there is a GPU.
+        load_threads: loads that run at once.
+        write_behind_bytes: KV that may wait to be written, for each tier; what is beyond is dropped.
+        timeout_s: how long a request waits for a chunk, and a layer for its data.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier] = (),
+        *,
+        host_bytes: int,
+        pinned: bool | None = None,
+        load_threads: int = 4,
+        write_behind_bytes: int = 1 << 30,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._stats = Stats()
+        self._pins: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+        self._pending: dict[bytes, tuple[ChunkKey, StoredKV]] = {}  # put, not yet in host memory
+        self._demoted: set[bytes] = set()
+        self._host = HostTier(host_bytes, pinned, self._may_evict)
+        self._intake = Writer("host", write_behind_bytes)
+        self._lanes = [Lane(tier, self._stats, write_behind_bytes) for tier in tiers]
+        self._loads = Loads(self._host, self._lanes, load_threads, timeout_s, self._promote)
+        self._levels: list[Level] = [self._host, *tiers]
+        for level in self._levels:
+            level.pins = self._pins
+        writers = [self._intake, *(lane.writer for lane in self._lanes)]
+        self._at_exit = weakref.finalize(self, _close_all, writers)
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """The slower tiers, fastest first, each with the speed of its loads."""
+        return self._lanes
+
+    def get(self, key: ChunkKey, *, layerwise: bool = False) -> StoredKV | None:
+        """A chunk's KV, or None: a miss, counted with its reason.
+
+        Every byte that comes from a slower tier is verified. By default that is done before this
+        returns.
+
+        Args:
+            layerwise: return as soon as the chunk is found; ``kv.layers[i]`` then waits for layer
+                ``i``, and raises ``ChunkLost`` if it cannot be had. Whoever asks for that must be able
+                to go on without the chunk.
+        """
+        return self.get_many([key], layerwise=layerwise)[0]
+
+    def get_many(self, keys: Sequence[ChunkKey], *, layerwise: bool = False) -> list[StoredKV | None]:
+        """Like ``get``, for several chunks, which are loaded at the same time."""
+        deadline = time.monotonic() + self.timeout_s
+        found = [self._find(key) for key in keys]
+        return [
+            self._await(one, deadline, layerwise) if isinstance(one, Load) else one for one in found
+        ]
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        """Starts to load chunks that will be asked for; returns at once."""
+        for key in keys:
+            if not self._host.contains(key):
+                self._start(key)
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether a chunk would probably be found; may ask a tier over the network."""
+        with self._lock:
+            pending = key.digest in self._pending
+        return pending or self._host.contains(key) or any(lane.contains(key) for lane in self._lanes)
+
+    def put(self, key: ChunkKey, kv: StoredKV) -> bool:
+        """Keeps a chunk's KV. Never waits: it is copied and written from behind.
+
+        Args:
+            kv: must not be changed afterwards.
+
+        Returns:
+            False if too much is waiting, so that it was dropped.
+
+        Raises:
+            ValueError: if ``kv`` is not what the key's model stores.
+        """
+        kv.check(key.model.shape, key.num_tokens, name="kv")
+        with self._lock:
+            if isinstance(kv, LateKV) or key.digest in self._pending or self._host.contains(key):
+                return True
+            self._pending[key.digest] = key, kv
+        ready = _event(kv)
+        if self._intake.submit(lambda: self._take_in(key, kv, ready), kv.num_bytes):
+            self._stats.add("puts")
+            return True
+        with self._lock:
+            del self._pending[key.digest]
+        self._stats.add("puts_dropped")
+        return False
+
+    def pin(self, key: ChunkKey) -> None:
+        """Keeps a chunk in every tier that has it; to be undone by as many ``unpin``."""
+        with self._lock:
+            self._pins[key.digest] += 1
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Raises ValueError if the chunk is not pinned."""
+        with self._lock:
+            if not self._pins[key.digest]:
+                raise ValueError(f"chunk {key} is not pinned")
+            self._pins[key.digest] -= 1
+            self._pins += Counter()  # drops the zeros, in place
+
+    def discard(self, key: ChunkKey) -> None:
+        """Removes a chunk from host memory; KV in use stays valid. Slower tiers keep it."""
+        self._host.discard(key)
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Waits until all loads have ended and all is written; False if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        steps = [self._loads.flush, self._intake.flush, *(lane.writer.flush for lane in self._lanes)]
+        return all(flush(max(deadline - time.monotonic(), 0)) for flush in steps)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and levels, by name.
+
+        ``hits.TIER``, ``misses.REASON``, ``puts``, ``puts_dropped``, and by tier
+        ``rejected.TIER.REASON``, ``failures.TIER.read.KIND``, ``skipped.TIER``, ``writes.TIER``,
+        ``writes_dropped.TIER``, ``bytes_read.TIER``, ``bytes_written.TIER``, ``evictions.TIER``;
+        levels: ``entries.TIER``, ``bytes.TIER``.
+        """
+        found = self._stats.snapshot()
+        for level in self._levels:
+            both = level.stats.snapshot() | level.usage()
+            found |= {f"{name}.{level.name}": value for name, value in both.items()}
+        return found
+
+    def close(self) -> None:
+        """Writes what waits (for at most ten seconds a tier), and ends the store's threads."""
+        self._loads.close()
+        self._intake.close()
+        for lane in self._lanes:
+            lane.close()
+        self._at_exit.detach()
+        self._host.close()
+
+    def __enter__(self) -> ChunkStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _find(self, key: ChunkKey) -> StoredKV | Load | None:
+        """The KV if it is in memory, else its load; None is a miss that is counted."""
+        with self._lock:
+            if (waiting := self._pending.get(key.digest)) and waiting[0].id_bytes == key.id_bytes:
+                self._stats.add("hits.host")
+                return waiting[1]
+        found = self._host.get(key) or self._start(key)
+        if isinstance(found, StoredKV):
+            self._stats.add("hits.host")
+        elif found is None:
+            self._stats.add(f"misses.{Reason.ABSENT}")
+        return found
+
+    def _start(self, key: ChunkKey) -> StoredKV | Load | None:
+        """Starts a load, unless it is certain at once that no tier has the chunk."""
+        if all(lane.tier.quick and not lane.paused and not lane.contains(key) for lane in self._lanes):
+            return None
+        return self._loads.start(key)
+
+    def _await(self, load: Load, deadline: float, layerwise: bool) -> StoredKV | None:
+        kv = load.wait(max(deadline - time.monotonic(), 0), layerwise)
+        if kv is None:
+            self._stats.add(f"misses.{load.reason}")
+        else:
+            self._stats.add(f"hits.{load.lane.name if load.lane else 'host'}")
+        return kv
+
+    def _take_in(self, key: ChunkKey, kv: StoredKV, ready: Any) -> None:
+        """Runs behind a put: into host memory, then to every tier."""
+        try:
+            slot = self._host.reserve(key)
+            _copy(kv, slot, ready)
+            self._host.publish(slot)
+            held = StoredKV(slot.layers)
+        finally:
+            with self._lock:
+                del self._pending[key.digest]
+        record = Record.of(key, held)
+        for lane in self._lanes:
+            lane.submit(record)
+
+    def _promote(self, key: ChunkKey, kv: StoredKV, lanes: Sequence[Lane]) -> None:
+        def write() -> None:
+            record = Record.of(key, kv)
+            for lane in lanes:
+                lane.submit(record)
+
+        if not self._intake.submit(write, kv.num_bytes):
+            self._stats.add("promotions_dropped")
+
+    def _may_evict(self, key: ChunkKey) -> bool:
+        """Asked before host memory drops a chunk, which is written to the next tier if it lacks it.
+
+        Called with host memory's lock held, so it takes no lock under which host memory is asked.
+        """
+        lane = next((lane for lane in self._lanes if lane.tier.quick), None)
+        if lane is None or lane.paused or lane.contains(key) or key.digest in self._demoted:
+            self._demoted.discard(key.digest)  # it was tried, whether it worked or not
+            return True
+        self._demoted.add(key.digest)
+
+        def write() -> None:
+            if (kv := self._host.get(key)) is not None:
+                lane.submit(Record.of(key, kv))
+
+        return not self._intake.submit(write, 0)
+
+
+def _event(kv: StoredKV) -> Any:
+    """What to wait for before KV on a GPU is read on another stream."""
+    tensor = kv.described[0][0]
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def _copy(kv: StoredKV, slot: Slot, ready: Any) -> None:
+    stream = None
+    if ready is not None:
+        stream = torch.cuda.Stream(kv.described[0][0].device)  # beside the compute
+        stream.wait_event(ready)
+    with torch.cuda.stream(stream):  # None: as it is
+        for target, source in zip(slot.layers, kv.layers, strict=True):
+            target[0].copy_(source[0])
+            target[1].copy_(source[1])
+
+
+def _close_all(writers: list[Writer]) -> None:
+    for writer in writers:
+        writer.close()
