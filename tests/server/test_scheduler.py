@@ -1,4 +1,4 @@
-"""A blending engine in process, token ids in: lookups, prefix cache, batches, aborts, the start-up check."""
+"""A blending engine in process: lookups, prefix cache, batches, aborts, the start-up check."""
 
 from __future__ import annotations
 
@@ -161,7 +161,9 @@ def test_known_chunks_are_found_anywhere(server: Engine) -> None:
     drain(server)
     scheduler(server).reset_prefix_cache()
     piece = prompt[spans[1][0] + 9 : spans[1][1] - 4]
-    other = server.ids(31, 77) + piece + server.ids(20, 78) + prompt[slice(*spans[0])] + server.ids(9, 79)
+    other = (
+        server.ids(31, 77) + piece + server.ids(20, 78) + prompt[slice(*spans[0])] + server.ids(9, 79)
+    )
     (plain,) = outputs(server, [other], [None])
     scheduler(server).reset_prefix_cache()
     (found,) = outputs(server, [other], [{"auto": True, "recomp_ratio": 1.0} | REPORT])

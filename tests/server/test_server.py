@@ -165,9 +165,7 @@ def test_separators_spans_and_auto_find_the_same_chunks(client: openai.OpenAI, u
     warm(client, texts, question)
 
     def complete(prompt: Any, field: Any) -> Any:
-        return client.completions.create(
-            model=NAME, prompt=prompt, extra_body=xargs(field), **GREEDY
-        )
+        return client.completions.create(model=NAME, prompt=prompt, extra_body=xargs(field), **GREEDY)
 
     wish = {"report": True, "recomp_ratio": 0.3}
     separated = complete(SEPARATOR.join(["Read.\n", *texts, f"\n{question}"]), wish)

@@ -1,4 +1,4 @@
-"""The ``blend`` field: every input is either taken as meant or refused with a ValueError that names it."""
+"""The ``blend`` field: every input is taken as meant, or refused with a ValueError."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
         ({"recomp_ratio": 2}, "recomp_ratio is 2"),
         ({"check_layers": [0]}, "check_layers is"),
         ({"mask": "none"}, "mask is 'none'"),
+        ({"mask": {}}, "mask is {}"),
+        ({"policy": []}, r"policy is \[\]"),
     ],
 )
 def test_bad_values_are_refused_by_name(value: Any, named: str) -> None:
@@ -83,7 +85,17 @@ plain = st.recursive(
     max_leaves=8,
 )
 keys = st.sampled_from(
-    ["spans", "auto", "tenant", "report", "recomp_ratio", "recomp_ratios", "check_layers", "mask"]
+    [
+        "spans",
+        "auto",
+        "tenant",
+        "report",
+        "recomp_ratio",
+        "recomp_ratios",
+        "check_layers",
+        "mask",
+        "policy",
+    ]
 )
 spans = st.lists(st.lists(st.integers(-3, 40), min_size=1, max_size=3), max_size=4)
 
