@@ -8,6 +8,11 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``InputProcessor.process_inputs``   wrapped, so that a plan is checked before its request is queued, and
     the request gets a cache salt before its blocks are hashed.
     Goes when vLLM has an admission hook for plugins.
+``EngineArgs.create_engine_config``   wrapped, so that an engine that is to blend gets its scheduler
+    class, and one that cannot is refused before its model loads.
+    Goes when plugins may amend an engine's configuration.
+``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
+    Goes when an engine's plugin can send figures of its own to the API server's metrics.
 
 What only engines on CUDA need is in ``compat_cuda.py``.
 """
@@ -24,8 +29,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vllm_blend import compat_cuda
-from vllm_blend.core import BlendPlan, BlendStep, CollectPlan, StepRequest
+from vllm_blend.core import BlendPlan, BlendStep, CollectPlan, KeyedPlan, StepRequest
 from vllm_blend.door import flagged_plan
+from vllm_blend.plugin import ARCHITECTURES
+from vllm_blend.server.admission import admit as admit_wish
+from vllm_blend.server.admission import check_can_blend, count_reports
+from vllm_blend.server.config import ServerSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,16 +141,28 @@ def blend_model(llm: Any) -> BlendModel:
 # --- hooks ---------------------------------------------------------------------------------------
 
 
-def install_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
-    """Wraps the runner's forward and the admission of requests, once a process."""
+def install_front_hooks() -> None:
+    """In every process: the admission of requests, marked chunks, what was reused."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    _wrap(EngineArgs, "create_engine_config", _configure)
+    _wrap(InputProcessor, "process_inputs", _admit)
+    _wrap(OutputProcessor, "process_outputs", _count_reports)
+    # not by register(), which warns of every replacement
+    RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.renderer", "BlendRenderer")
+
+
+def install_model_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
+    """In the model's process: the runner's forward."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     _models[vllm_config.instance_id] = model
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
-    _wrap(InputProcessor, "process_inputs", _admit)
 
 
 def _wrap(owner: type, name: str, around: Any) -> None:
@@ -157,43 +178,64 @@ def _wrap(owner: type, name: str, around: Any) -> None:
     setattr(owner, name, method)
 
 
+def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives an engine that is to blend its scheduler, or refuses the start with the reason."""
+    config = stock(engine_args, *args, **kwargs)
+    if ServerSettings.of(config) is None:
+        return config
+    architectures = config.model_config.architectures
+    scheduler = config.scheduler_config
+    reason: str | None
+    if not set(architectures) & set(ARCHITECTURES):
+        reason = f"{', '.join(architectures)} cannot blend; supported: {', '.join(ARCHITECTURES)}"
+    elif scheduler.scheduler_cls is not None:
+        reason = f"blending brings its own scheduler; leave out scheduler_cls={scheduler.scheduler_cls}"
+    else:
+        reason = why_unsupported(config)
+    if reason is not None:
+        report_unsupported(config, reason)
+    name = "BlendAsyncScheduler" if scheduler.async_scheduling else "BlendSyncScheduler"
+    scheduler.scheduler_cls = f"vllm_blend.server.scheduler.{name}"
+    return config
+
+
 def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives a new request its plan, or refuses it with ValueError before it is queued."""
+    """Gives a new request its plan or its wish, or refuses it with ValueError before it is queued."""
     request = stock(processor, *args, **kwargs)
-    model = _models.get(processor.vllm_config.instance_id)
     params = request.sampling_params
     if params is None:
         return request
-    extra_args = params.extra_args or {}
-    plan = extra_args.get(EXTRA_ARG)
-    if plan is not None and not isinstance(plan, BlendPlan | CollectPlan):
-        raise ValueError(
-            f"extra_args[{EXTRA_ARG!r}] is {type(plan).__name__}; expected a BlendPlan or CollectPlan"
-        )
-    if model is None or model.unsupported is not None:
-        if plan is not None:
-            raise ValueError(model.unsupported if model else "this engine's model cannot blend")
-        return request
-    if plan is None:
+    plan = (params.extra_args or {}).get(EXTRA_ARG)
+    model = _models.get(processor.vllm_config.instance_id)
+    if model is not None and model.unsupported is None and plan is None:
         length = len(request.prompt_token_ids or ())
         plan = flagged_plan(model.cache_fuse_metadata, model.old_kvs, length, model.kv_shape)
-    if plan is None:
-        return request
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise ValueError("blending needs a prompt of token ids; prompt_embeds cannot be blended")
-    if params.prompt_logprobs is not None:
-        raise ValueError(
-            f"prompt_logprobs is {params.prompt_logprobs}; a blended or collected prompt has none, "
-            "since not every prompt token is computed"
-        )
+    if isinstance(plan, BlendPlan | CollectPlan):
+        _admit_plan(request, plan, model)
+    else:
+        prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
+        admit_wish(processor.vllm_config, request, plan, prompt)
+    return request
+
+
+def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, model: BlendModel | None) -> None:
+    params = request.sampling_params
+    if model is None or model.unsupported is not None:
+        raise ValueError(model.unsupported if model else "this engine's model cannot blend")
+    check_can_blend(request)
     plan.check(request.prompt_token_ids, model.kv_shape)
-    params.extra_args = extra_args | {EXTRA_ARG: plan}
+    params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed
     else:
         # approximate KV must not be found by an exact request through the prefix cache
         request.cache_salt = f"{request.cache_salt or ''}blend-{uuid.uuid4().hex}"
-    return request
+
+
+def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Takes the engine's figures from the outputs, but where the client asked for them."""
+    count_reports(outputs)
+    return stock(processor, outputs, *args, **kwargs)
 
 
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,14 +243,14 @@ def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> An
     model = _models.get(runner.vllm_config.instance_id)
     if model is None or model.unsupported is not None:
         return stock(runner, *args, **kwargs)
-    model.blend_step = _plan_step(runner)
+    model.blend_step = _plan_step(runner, model)
     try:
         return stock(runner, *args, **kwargs)
     finally:
         model.blend_step = None
 
 
-def _plan_step(runner: Any) -> BlendStep | None:
+def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
     """The step's requests that are in prefill and have a plan; None where there are none."""
     batch = runner.input_batch
     num_reqs = batch.num_reqs
@@ -219,6 +261,8 @@ def _plan_step(runner: Any) -> BlendStep | None:
     for index in prefill.tolist():
         params = runner.requests[batch.req_ids[index]].sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+        if isinstance(plan, KeyedPlan):
+            plan = params.extra_args[EXTRA_ARG] = model.chunks.resolve(plan)
         if plan is not None:
             requests.append(
                 StepRequest(

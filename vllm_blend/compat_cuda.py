@@ -62,8 +62,11 @@ def fusable_ops(layers: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def fused_ops(ops: list[Any]) -> Iterator[None]:
-    """While it lasts, ``ops`` and vLLM's norms run as fused CUDA kernels."""
+def fused_ops(ops: list[Any] | None) -> Iterator[None]:
+    """While it lasts, ``ops`` and vLLM's norms run as fused CUDA kernels; None: nothing changes."""
+    if ops is None:
+        yield
+        return
     from vllm import ir
 
     with ExitStack() as stack:

@@ -68,6 +68,12 @@ class StoredKV:
     def num_bytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self.described)
 
+    def tokens(self, start: int, end: int) -> StoredKV:
+        """The KV of tokens ``[start, end)`` of these; not copied. Waits for KV that comes late."""
+        if (start, end) == (0, self.num_tokens):
+            return self
+        return StoredKV(tuple((k[start:end], v[start:end]) for k, v in self.layers))
+
     def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:
         """Raises ValueError, naming ``name`` and the shape, if this does not fit."""
         layers = self.described
@@ -134,17 +140,45 @@ class BlendPlan:
                 )
 
 
+ChunkKey = bytes
+"""Names a chunk's KV in a server's model process (``models/chunks.py``)."""
+
+
+@dataclass(frozen=True)
+class KeyedSpan:
+    """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on."""
+
+    start: int
+    end: int
+    key: ChunkKey
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class KeyedPlan:
+    """A ``BlendPlan`` that names its KV: what a scheduler can send to the model's process."""
+
+    spans: tuple[KeyedSpan, ...]
+    settings: BlendSettings = field(default_factory=BlendSettings)
+
+
 @dataclass(eq=False)
 class CollectPlan:
     """A request whose KV is kept: rows from ``start`` on of its prompt.
 
     The layer loop fills ``kv`` window by window; it is whole when the prefill is.
+
+    Attributes:
+        on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
+        key: keep it in the model's process under this key, once those in ``drop`` are gone.
     """
 
     start: int = 0
-    on_model: bool = False  # also leave it at ``self_attn.hack_kv``, as the paper's code does
+    on_model: bool = False
     num_prompt_tokens: int = 0
     kv: list[LayerKV] = field(default_factory=list)
+    key: ChunkKey | None = None
+    drop: tuple[ChunkKey, ...] = ()
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object

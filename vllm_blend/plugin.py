@@ -1,7 +1,7 @@
 """vLLM's entry into this package (``vllm.general_plugins``): registers the patched model classes.
 
-vLLM calls ``register`` in every process. It is repeatable, registers by name, and imports neither
-torch nor model code.
+vLLM calls ``register`` in every process. It is repeatable, registers by name, and imports no model
+code.
 """
 
 from __future__ import annotations
@@ -52,3 +52,7 @@ def register() -> None:
 
     for architecture, target in ARCHITECTURES.items():
         ModelRegistry.register_model(architecture, target)
+
+    from vllm_blend.compat import install_front_hooks
+
+    install_front_hooks()

@@ -71,7 +71,7 @@ class BlendSettings:
             object.__setattr__(self, "recomp_ratios", ratios)
         if self.mask not in MASKS:
             raise ValueError(f"mask is {self.mask!r}; allowed: {', '.join(MASKS)}")
-        if self.policy not in POLICIES:
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise ValueError(f"policy is {self.policy!r}; allowed: {', '.join(POLICIES)}")
         object.__setattr__(self, "first_share", check_ratio("first_share", self.first_share))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:

@@ -21,6 +21,7 @@ from vllm_blend import compat, compat_cuda
 from vllm_blend.attention import blend_impl
 from vllm_blend.core import BlendStep, KVShape, Status
 from vllm_blend.door import CacheFuseMetadata
+from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
 from vllm_blend.select import View, choose_rows, num_kept
@@ -36,6 +37,7 @@ class BlendModel(torch.nn.Module):
         unsupported: why this engine cannot blend, or None.
         blend_step: set by the runner's hook for a step that blends or collects, else None.
         fusable_ops: vLLM's ops that a blend step runs in their CUDA form.
+        chunks: a server's chunks.
     """
 
     # of vLLM's inner models
@@ -51,6 +53,7 @@ class BlendModel(torch.nn.Module):
     unsupported: str | None
     blend_step: BlendStep | None
     fusable_ops: list[Any]
+    chunks: ChunkKV
 
     def __call__(
         self,
@@ -63,10 +66,10 @@ class BlendModel(torch.nn.Module):
         if self.blend_step is None:
             return super().__call__(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        if not hidden.is_cuda:
-            return self.blend(hidden, positions, self.blend_step)
-        with compat_cuda.fused_ops(self.fusable_ops):
-            return self.blend(hidden, positions, self.blend_step)
+        with compat_cuda.fused_ops(self.fusable_ops if hidden.is_cuda else None):
+            output = self.blend(hidden, positions, self.blend_step)
+        self.chunks.keep(self.blend_step)
+        return output
 
     def blend(self, hidden: torch.Tensor, positions: torch.Tensor, step: BlendStep) -> torch.Tensor:
         """Runs the layers; returns ``[num_tokens, hidden_size]``, 0 in rows that were not computed."""
@@ -147,13 +150,14 @@ def enable_blending(
     model.cache_fuse_metadata = CacheFuseMetadata()
     model.old_kvs = None
     model.blend_step = None
+    model.chunks = ChunkKV()
     model.fusable_ops = compat_cuda.fusable_ops(model.layers)
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:
         model.unsupported = prepare_layers(model, vllm_config)
     if model.unsupported is not None:
         compat.report_unsupported(vllm_config, model.unsupported)
-    compat.install_hooks(model, vllm_config)
+    compat.install_model_hooks(model, vllm_config)
 
 
 def prepare_layers(model: Any, vllm_config: VllmConfig) -> str | None:

@@ -26,7 +26,9 @@ class BlendModelState(DefaultModelState):
         params = new_req_data.sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if plan is not None and self.model.model.unsupported is None:
-            self.plans[new_req_data.req_id] = plan
+            plan = self.model.model.chunks.resolve(plan)
+            if plan is not None:
+                self.plans[new_req_data.req_id] = plan
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)

@@ -1,0 +1,132 @@
+"""The scheduler's list of chunks and the model's KV agree whatever happens, and what is used stays."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vllm_blend.core import BlendStep, CollectPlan, KeyedPlan, KeyedSpan, StepRequest
+from vllm_blend.models.chunks import ChunkKV
+from vllm_blend.server.background import Background
+from vllm_blend.server.chunks import KnownChunks
+
+CAPACITY = 200
+sizes = st.integers(16, 90)
+
+
+class Chunks(RuleBasedStateMachine):
+    """Requests come and go, chunks are missed, computed or aborted on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = KnownChunks(CAPACITY)
+        self.kv = ChunkKV()
+        self.running: dict[str, CollectPlan] = {}
+        self.background = Background(self.known, [7], 80, 0.5, self.begin)
+        self.used: list[KeyedSpan] = []
+
+    def begin(self, request_id: str, token_ids: list[int], plan: CollectPlan) -> str:
+        assert token_ids[: plan.start] == [7]
+        assert len(token_ids) == plan.num_prompt_tokens
+        self.running[request_id] = plan
+        return request_id
+
+    def tokens(self, number: int, size: int) -> list[int]:
+        return [1000 * number + at for at in range(size)]
+
+    @rule(number=st.integers(0, 5), size=sizes)
+    def request(self, number: int, size: int) -> None:
+        tokens = self.tokens(number, size)
+        key = self.known.get("", tokens)
+        if key is None:
+            self.background.add("", tokens)
+        else:
+            self.known.pin([key])
+            self.used.append(KeyedSpan(0, size, key))
+
+    @rule()
+    def finish_request(self) -> None:
+        if self.used:
+            self.known.unpin([self.used.pop(0).key])
+
+    @rule(idle=st.booleans(), num_tokens=st.integers(0, 200))
+    def step(self, idle: bool, num_tokens: int) -> None:
+        self.background.earn(num_tokens)
+        self.background.start(idle)
+
+    @rule(completed=st.booleans(), reached=st.booleans())
+    def end_of_chunk(self, completed: bool, reached: bool) -> None:
+        for request_id, plan in list(self.running.items()):
+            if completed or reached:
+                self.compute(plan, whole=completed)
+            self.background.finish(request_id, completed)
+            del self.running[request_id]
+
+    def compute(self, plan: CollectPlan, whole: bool) -> None:
+        """What the model does in a window of the chunk's request."""
+        rows = plan.num_prompt_tokens if whole else plan.num_prompt_tokens // 2
+        plan.kv = [(torch.zeros(plan.num_prompt_tokens - plan.start, 1, 2),) * 2]
+        request = StepRequest(plan, 0, 0, rows, torch.device("cpu"))
+        self.kv.keep(BlendStep([request], rows, "auto"))
+
+    @invariant()
+    def chunks_in_use_are_there(self) -> None:
+        for span in self.used:
+            plan = self.kv.resolve(KeyedPlan((span,)))
+            assert plan is not None
+            assert plan.spans[0].kv.num_tokens == span.end
+
+    @invariant()
+    def both_sides_agree(self) -> None:
+        chunks = self.known
+        assert chunks.num_tokens <= CAPACITY
+        assert set(chunks._chunks) <= set(self.kv._chunks)
+        extra = set(self.kv._chunks) - set(chunks._chunks) - set(chunks._coming)
+        running = {key for plan in self.running.values() for key in plan.drop}
+        assert extra <= set(chunks._to_drop) | running
+
+
+Chunks.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestChunks = Chunks.TestCase
+
+
+def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
+    started: list[int] = []
+
+    def begin(request_id: str, token_ids: list[int], plan: CollectPlan) -> str:
+        started.append(len(token_ids))
+        return request_id
+
+    background = Background(KnownChunks(10_000), [], 1000, 0.25, begin)
+    for number in range(20):
+        background.add("", range(number, number + 100))
+    computed = 0
+    for _ in range(40):
+        background.earn(50)
+        computed += 50
+        for request_id in background.start(idle=False):
+            background.finish(request_id, completed=True)
+        assert sum(started) <= 0.25 * computed
+    assert sum(started) == 500
+    assert background.start(idle=True)
+
+
+def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
+    chunks = KnownChunks(100)
+    background = Background(chunks, [], 1000, 1.0, lambda request_id, *_: request_id)
+    background.add("", range(60))
+    (request_id,) = background.start(idle=True)
+    background.finish(request_id, completed=True)
+    key = chunks.get("", range(60))
+    assert key is not None
+    chunks.pin([key])
+    background.add("", range(200, 250))
+    assert background.start(idle=True) == []
+    chunks.unpin([key])
+    background.add("", range(200, 250))
+    assert background.start(idle=True)
+    background.add("", range(1001))
+    assert background.num_dropped == 2
+    assert background.num_waiting == 0

@@ -1,0 +1,346 @@
+"""A blending engine in process: lookups, prefix cache, batches, aborts, the start-up check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine, make_engine
+from vllm.exceptions import VLLMValidationError
+
+from vllm_blend.attention.cpu import CPUBlendImpl
+
+REPORT = {"report": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Engine]:
+    """An engine started to blend; its start-up check is done."""
+    with make_engine(
+        tiny("llama"), enable_prefix_caching=True, additional_config={"vllm_blend": {"ram_gb": 0.01}}
+    ) as engine:
+        drain(engine)
+        yield engine
+
+
+def scheduler(engine: Engine) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def drain(engine: Engine) -> None:
+    """Steps until the engine's own requests are done."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests():
+        core.step_fn()
+
+
+def outputs(engine: Engine, prompts: list[list[int]], fields: list[Any], **params: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    options: dict[str, Any] = dict(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    each = [
+        SamplingParams(**(options | params), extra_args=None if field is None else {"blend": field})
+        for field in fields
+    ]
+    tokens = [{"prompt_token_ids": ids} for ids in prompts]
+    found: list[Any] = engine.llm.generate(tokens, each, use_tqdm=False)
+    return found
+
+
+def answer(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def report(output: Any) -> dict[str, Any]:
+    found: dict[str, Any] = output.kv_transfer_params["blend"]
+    return found
+
+
+def prompt_of(
+    engine: Engine, seeds: list[int], size: int = 100, head: int = 5
+) -> tuple[list[int], list[list[int]]]:
+    """A prompt of random chunks, and their spans."""
+    prompt = engine.ids(head, 99)
+    spans = []
+    for seed in seeds:
+        spans.append([len(prompt), len(prompt) + size])
+        prompt += engine.ids(size, seed)
+    return prompt + engine.ids(12, 98), spans
+
+
+def test_the_check_passed(server: Engine) -> None:
+    gate = scheduler(server).blend_gate
+    assert gate.verdict == ""
+    assert gate.error < 1e-4
+
+
+def test_missed_chunks_are_served_by_full_prefill_and_known_next_time(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    plain = answer(*outputs(server, [prompt], [None]))
+    scheduler(server).reset_prefix_cache()
+    (first,) = outputs(server, [prompt], [{"spans": spans} | REPORT])
+    assert answer(first) == plain
+    assert (report(first)["missed_chunks"], report(first)["reused_tokens"]) == (3, 0)
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    (second,) = outputs(server, [prompt], [{"spans": spans, "recomp_ratio": 1.0} | REPORT])
+    assert (report(second)["missed_chunks"], report(second)["reused_tokens"]) == (0, 300)
+    assert answer(second) == plain
+    (low,) = outputs(server, [prompt], [{"spans": spans, "recomp_ratio": 0.0} | REPORT])
+    assert report(low)["recomputed_tokens"] == 0
+    other, places = prompt_of(server, [3, 1], head=50)  # other places, another order
+    (moved,) = outputs(server, [other], [{"spans": places} | REPORT])
+    assert report(moved)["reused_tokens"] == 200
+
+
+def test_the_plan_is_the_one_of_the_friendly_door(server: Engine) -> None:
+    """The same chunks, collected by hand and blended through a plan object."""
+    from engines import collect
+
+    from vllm_blend.core import BlendPlan, ChunkSpan
+    from vllm_blend.settings import BlendSettings
+
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    chunks = [prompt[start:end] for start, end in spans]
+    kvs = collect(server, chunks)
+    settings = BlendSettings(recomp_ratio=0.3)
+    plan = BlendPlan(
+        tuple(ChunkSpan(span[0], kv) for span, kv in zip(spans, kvs, strict=True)), settings
+    )
+    scheduler(server).reset_prefix_cache()
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    (by_hand,) = outputs(server, [prompt], [plan])
+    (by_field,) = outputs(server, [prompt], [{"spans": spans, "recomp_ratio": 0.3} | REPORT])
+    assert report(by_field)["reused_tokens"] == 300
+    assert answer(by_field) == answer(by_hand)
+
+
+def test_exact_and_approximate_blocks_do_not_mix(server: Engine) -> None:
+    block = scheduler(server)._block_size
+    prompt, spans = prompt_of(server, [4, 5, 6], head=block + 40)
+    prompt += server.ids(block, 97)  # so that all chunks lie in full blocks
+    field = {"spans": spans, "recomp_ratio": 0.1} | REPORT
+    outputs(server, [prompt], [field])
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    plain = outputs(server, [prompt], [None])[0]
+    scheduler(server).reset_prefix_cache()
+
+    first, again = (outputs(server, [prompt], [field])[0] for _ in range(2))
+    whole = (len(prompt) - 1) // block * block
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, whole)  # its own blocks
+    assert answer(again) == answer(first)
+    exact = outputs(server, [prompt], [None])[0]
+    # the exact request finds the blocks before the first chunk, which are exact, and no other
+    assert exact.num_cached_tokens == spans[0][0] // block * block == block
+    assert answer(exact) == answer(plain)
+    other_ratio = outputs(server, [prompt], [field | {"recomp_ratio": 0.5}])[0]
+    assert other_ratio.num_cached_tokens == whole  # exact blocks come first
+    assert answer(other_ratio) == answer(plain)
+    last = outputs(server, [prompt], [field])[0]
+    assert last.num_cached_tokens == whole
+    assert answer(last) == answer(plain)
+
+
+def test_tenants_do_not_share(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [7])
+    outputs(server, [prompt], [{"spans": spans, "tenant": "a"}])
+    drain(server)
+    for tenant, reused in (("a", 100), ("b", 0), ("", 0)):
+        (found,) = outputs(server, [prompt], [{"spans": spans, "tenant": tenant} | REPORT])
+        assert report(found)["reused_tokens"] == reused, tenant
+
+
+def test_known_chunks_are_found_anywhere(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [11, 12])
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    piece = prompt[spans[1][0] + 9 : spans[1][1] - 4]
+    other = (
+        server.ids(31, 77) + piece + server.ids(20, 78) + prompt[slice(*spans[0])] + server.ids(9, 79)
+    )
+    (plain,) = outputs(server, [other], [None])
+    scheduler(server).reset_prefix_cache()
+    (found,) = outputs(server, [other], [{"auto": True, "recomp_ratio": 1.0} | REPORT])
+    assert report(found)["reused_tokens"] == len(piece) + 100
+    assert answer(found) == answer(plain)
+    whole = prompt[slice(*spans[0])]  # a prompt that is a chunk: its last token is computed
+    (only,) = outputs(server, [server.ids(3, 5) + whole], ["auto"])
+    assert len(answer(only)) == 8
+
+
+def test_text_that_comes_back_elsewhere_becomes_a_chunk(server: Engine) -> None:
+    document = server.ids(90, 21)
+    for seed in (30, 31):
+        outputs(server, [server.ids(10, seed) + document + server.ids(10, seed + 50)], ["auto"])
+    drain(server)
+    prompt = server.ids(25, 32) + document + server.ids(10, 82)
+    (found,) = outputs(server, [prompt], [{"auto": True} | REPORT])
+    assert report(found)["reused_tokens"] == 90
+
+
+def test_blended_plain_and_missed_in_one_batch(server: Engine) -> None:
+    prompts, fields = [], []
+    for index in range(6):
+        prompt, spans = prompt_of(server, [40 + index, 41 + index], head=5 + index)
+        prompts.append(prompt)
+        fields.append(None if index % 3 == 2 else {"spans": spans} | REPORT)
+    outputs(server, prompts, fields)
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    alone = []
+    for prompt, field in zip(prompts, fields, strict=True):
+        alone.append(answer(*outputs(server, [prompt], [field])))
+        scheduler(server).reset_prefix_cache()
+    together = outputs(server, prompts, fields)
+    assert [answer(output) for output in together] == alone
+    assert [report(o)["reused_tokens"] for o, f in zip(together, fields, strict=True) if f] == [200] * 4
+
+
+def test_several_answers_and_logprobs(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [51, 52])
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    (found,) = outputs(
+        server, [prompt], [{"spans": spans} | REPORT], n=3, temperature=1.0, seed=1, logprobs=2
+    )
+    assert len({tuple(completion.token_ids) for completion in found.outputs}) > 1
+    assert all(len(completion.logprobs) == 8 for completion in found.outputs)
+
+
+def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
+    """More chunks than fit, some aborted: counts of blocks, pins and bytes come back."""
+    engine = server.llm.llm_engine
+    state = scheduler(server)
+    pool = state.kv_cache_manager.block_pool
+    drain(server)
+    state.reset_prefix_cache()
+    free = pool.get_num_free_blocks()
+    capacity = state.blend_chunks.max_tokens
+    from vllm import SamplingParams
+
+    for index in range(60):
+        prompt, spans = prompt_of(server, [100 + index % 25, 101 + index % 25], size=90)
+        params = SamplingParams(
+            temperature=0, max_tokens=6, detokenize=False, extra_args={"blend": {"spans": spans}}
+        )
+        engine.add_request(f"storm-{index}", {"prompt_token_ids": prompt}, params)
+        engine.step()
+        if index % 3 == 0:
+            engine.abort_request([f"storm-{index}"])
+        assert state.blend_chunks.num_tokens <= capacity
+    while engine.has_unfinished_requests():
+        engine.step()
+    drain(server)
+    assert pool.get_num_free_blocks() == free
+    assert state.blend_chunks.num_pinned == 0
+    assert not state._reports
+    assert not state._plans
+    assert len(state.blend_background) == 0
+    assert state.blend_chunks.num_evicted > 0
+    assert len(server.model.chunks) <= len(state.blend_chunks) + len(state.blend_chunks._to_drop) + 1
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_preempted_requests_answer_as_alone(server: Engine, ratio: float) -> None:
+    """At other ratios a resumed request, some of whose blocks are cached, may choose other tokens."""
+    prompts, fields = [], []
+    for index in range(4):
+        prompt, spans = prompt_of(server, [60 + index, 70 + index])
+        prompts.append(prompt)
+        fields.append({"spans": spans, "recomp_ratio": ratio} | REPORT)
+    outputs(server, prompts, fields)
+    drain(server)
+    state = scheduler(server)
+    alone = []
+    for prompt, field in zip(prompts, fields, strict=True):
+        state.reset_prefix_cache()
+        alone.append(answer(*outputs(server, [prompt], [field], max_tokens=20)))
+    state.reset_prefix_cache()
+    stock, count = state.schedule, [0]
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] in (4, 9, 13) and state.running:
+            request = state.running.pop()
+            state._preempt_request(request, 0.0)
+        return stock(*args, **kwargs)
+
+    state.schedule = preempting
+    try:
+        together = outputs(server, prompts, fields, max_tokens=20)
+    finally:
+        del state.schedule
+    assert count[0] > 13
+    assert [report(output)["reused_tokens"] for output in together] == [200] * 4
+    assert [answer(output) for output in together] == alone
+
+
+@pytest.mark.parametrize("budget", [37, 96, 160])
+def test_windows_of_a_chunked_prefill_with_exact_kv(server: Engine, budget: int) -> None:
+    """The first chunk, right behind an empty context, has exact KV: any window gives full prefill."""
+    chunk, question = server.ids(200, 91), server.ids(20, 92)
+    prompt = chunk + question
+    outputs(server, [prompt], [{"spans": [[0, 200]]}])
+    drain(server)
+    state = scheduler(server)
+    state.reset_prefix_cache()
+    (plain,) = outputs(server, [prompt], [None])
+    state.reset_prefix_cache()
+    before = state.max_num_scheduled_tokens
+    state.max_num_scheduled_tokens = budget
+    try:
+        (found,) = outputs(server, [prompt], [{"spans": [[0, 200]]} | REPORT])
+    finally:
+        state.max_num_scheduled_tokens = before
+    assert report(found)["reused_tokens"] == 200
+    assert answer(found) == answer(plain)
+
+
+def test_bad_fields_are_refused_and_the_engine_serves_on(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [1])
+    for field in ({"spans": [[0, len(prompt)]]}, {"spans": [[5, 5]]}, {"check_layers": [5]}, "soon"):
+        with pytest.raises(VLLMValidationError, match="spans|check_layers|blend"):
+            outputs(server, [prompt], [field])
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
+        outputs(server, [prompt], ["auto"], prompt_logprobs=1)
+    assert answer(*outputs(server, [prompt], [None], prompt_logprobs=1))
+    assert answer(*outputs(server, [prompt], ["off"]))
+
+
+def test_the_check_refuses_a_model_that_rotates_otherwise(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = CPUBlendImpl.fuse
+
+    def wrong(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Any) -> None:
+        from dataclasses import replace
+
+        stock(self, layer, kv_cache, replace(fusion, positions=fusion.positions + 1))
+
+    monkeypatch.setattr(CPUBlendImpl, "fuse", wrong)
+    with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
+        drain(engine)
+        gate = scheduler(engine).blend_gate
+        assert "with exact KV its next-token log-probabilities are off" in gate.verdict
+        prompt, spans = prompt_of(engine, [1])
+        (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
+        assert "start-up check failed" in report(found)["why_not"]
+        assert report(found)["reused_tokens"] == 0
+
+
+def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
+    with pytest.raises(VLLMValidationError, match="additional-config"):
+        outputs(llama, [[5, 6, 7]], ["auto"])
+
+
+@pytest.mark.parametrize("family", ["llama3_rope", "mistral", "mistral_window", "qwen2", "qwen3"])
+def test_the_check_passes_on_every_family(tiny: Any, family: str) -> None:
+    with make_engine(tiny(family), additional_config={"vllm_blend": {}}, max_model_len=120) as engine:
+        drain(engine)
+        assert scheduler(engine).blend_gate.verdict == ""

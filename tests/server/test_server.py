@@ -1,0 +1,293 @@
+"""The OpenAI server, as users start it: several processes, the stock client, SmolLM2 on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+INPUTS = Path(__file__).parents[2] / "inputs"
+NAME = "smollm2"
+START_SECONDS = 300
+SEPARATOR = "<|chunk|>"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 10}
+
+pytestmark = pytest.mark.slow
+
+
+def sample(number: int) -> tuple[list[str], str]:
+    """Four chunks of an input, and its question."""
+    values = json.loads((INPUTS / f"{number}.json").read_text())
+    return [values[str(at)] for at in range(4)], values["query"]
+
+
+@pytest.fixture(scope="module")
+def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
+    command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    command += ["--additional-config", json.dumps({"vllm_blend": {"ram_gb": 0.5}})]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command, env=environment | {"VLLM_LOGGING_LEVEL": "INFO"}, stdout=out, stderr=out
+        )
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", server, log)
+            yield f"http://127.0.0.1:{port}"
+            assert "Traceback" not in log.read_text(), log.read_text()[-5000:]
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            if httpx.get(address, timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-5000:])
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=300)
+
+
+def xargs(field: Any) -> dict[str, Any]:
+    return {"vllm_xargs": {"blend": field if isinstance(field, str) else json.dumps(field)}}
+
+
+def chat(client: openai.OpenAI, texts: list[str], question: str, **extra: Any) -> Any:
+    parts: Any = [{"type": "text", "text": text} for text in [*texts, question]]
+    return client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": parts}], extra_body=extra, **GREEDY
+    )
+
+
+def warm(client: openai.OpenAI, texts: list[str], question: str) -> dict[str, Any]:
+    """Asks until all chunks are known; the last answer's report."""
+    for _ in range(60):
+        report: dict[str, Any] = reported(chat(client, texts, question, **xargs({"report": True})))
+        if not report["missed_chunks"] and not report["why_not"]:
+            return report
+        time.sleep(0.5)
+    raise AssertionError(report)
+
+
+def reported(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = answer.model_extra["kv_transfer_params"]["blend"]
+    return found
+
+
+def text_of(answer: Any) -> str:
+    choice = answer.choices[0]
+    text: str = choice.message.content if hasattr(choice, "message") else choice.text
+    return text
+
+
+def reset_prefix_cache(url: str) -> None:
+    httpx.post(f"{url}/reset_prefix_cache", timeout=30)
+
+
+def token_ids(url: str, prompt: str) -> list[int]:
+    answer = httpx.post(f"{url}/tokenize", json={"model": NAME, "prompt": prompt}, timeout=30)
+    found: list[int] = answer.json()["tokens"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(smollm2: Path, url: str) -> list[str]:
+    """Answers to plain prompts of the same vLLM without the plugin, in a process of its own."""
+    code = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=4096)
+outputs = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0, max_tokens=10))
+print(json.dumps([output.outputs[0].text for output in outputs]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(smollm2), json.dumps([plain_prompt(n) for n in range(1, 5)])],
+        env=os.environ | {"VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def plain_prompt(number: int) -> str:
+    texts, question = sample(number)
+    return f"{texts[0]}\n\n{texts[1]}\n\nQuestion: {question}\nAnswer:"
+
+
+def test_parts_of_a_message_are_chunks(client: openai.OpenAI, url: str) -> None:
+    texts, question = sample(1)
+    warm(client, texts, question)
+    reset_prefix_cache(url)
+    answer = chat(client, texts, question, **xargs({"report": True, "recomp_ratio": 1.0}))
+    report = reported(answer)
+    assert report["chunks"] == len(texts)
+    assert report["prompt_tokens"] == answer.usage.prompt_tokens
+    assert report["reused_tokens"] > 0.9 * (report["prompt_tokens"] - len(question))
+    reset_prefix_cache(url)
+    full = chat(client, texts, question, **xargs("off"))
+    assert text_of(full) == text_of(answer)  # ratio 1 is full prefill
+    shuffled = reported(chat(client, texts[::-1], "Why?", **xargs({"report": True})))
+    assert shuffled["chunks"] == len(texts)
+    assert "kv_transfer_params" not in (chat(client, texts, question).model_extra or {}) or (
+        chat(client, texts, question).model_extra["kv_transfer_params"] is None
+    )
+
+
+def test_separators_spans_and_auto_find_the_same_chunks(client: openai.OpenAI, url: str) -> None:
+    texts, question = sample(2)
+    warm(client, texts, question)
+
+    def complete(prompt: Any, field: Any) -> Any:
+        return client.completions.create(model=NAME, prompt=prompt, extra_body=xargs(field), **GREEDY)
+
+    wish = {"report": True, "recomp_ratio": 0.3}
+    separated = complete(SEPARATOR.join(["Read.\n", *texts, f"\n{question}"]), wish)
+    pieces = [token_ids(url, text) for text in ["Read.\n", *texts, f"\n{question}"]]
+    ends = [sum(map(len, pieces[: at + 1])) for at in range(len(pieces) - 1)]
+    spans = [[start, end] for start, end in zip(ends, ends[1:], strict=False)]
+    reset_prefix_cache(url)
+    spanned = complete(sum(pieces, []), wish | {"spans": spans})
+    reset_prefix_cache(url)
+    found = complete(sum(pieces, []), wish | {"auto": True})
+    counts = [reported(answer)["reused_tokens"] for answer in (separated, spanned, found)]
+    assert counts == [ends[-1] - ends[0]] * 3
+    assert text_of(separated) == text_of(spanned) == text_of(found)
+    as_text = complete("Read.\n" + "\n".join(texts) + f"\n{question}", wish | {"auto": True})
+    assert reported(as_text)["reused_tokens"] > 0.9 * counts[0]  # joined, the edges' tokens differ
+
+
+def test_streams(client: openai.OpenAI, url: str) -> None:
+    texts, question = sample(1)
+    warm(client, texts, question)
+    reset_prefix_cache(url)
+    whole = text_of(chat(client, texts, question))
+    reset_prefix_cache(url)
+    parts: Any = [{"type": "text", "text": text} for text in [*texts, question]]
+    stream = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": parts}], stream=True, **GREEDY
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert len(pieces) > 3
+    assert "".join(pieces) == whole
+
+
+def test_sixteen_clients(client: openai.OpenAI, url: str, stock: list[str]) -> None:
+    """Plain answers are stock vLLM's, blended ones those of the same request alone."""
+    numbers = [1, 2, 3, 4]
+    for number in numbers:
+        warm(client, *sample(number))
+    alone = {}
+    for number in numbers:
+        reset_prefix_cache(url)
+        alone[number] = text_of(chat(client, *sample(number)))
+    reset_prefix_cache(url)
+
+    def ask(index: int) -> tuple[bool, int, str]:
+        number, blended = numbers[index % 4], index % 8 < 4
+        if blended:
+            return True, number, text_of(chat(client, *sample(number)))
+        answer = client.completions.create(model=NAME, prompt=plain_prompt(number), **GREEDY)
+        return False, number, text_of(answer)
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    for blended, number, text in answers:
+        assert text == (alone[number] if blended else stock[number - 1])
+
+
+def test_cached_tokens_are_counted(client: openai.OpenAI, url: str) -> None:
+    texts, question = sample(3)
+    warm(client, texts, question)
+    reset_prefix_cache(url)
+
+    def ask(field: Any) -> tuple[int, str]:
+        answer = chat(client, texts, question, **xargs(field))
+        details = answer.usage.prompt_tokens_details
+        return (details.cached_tokens or 0) if details else 0, text_of(answer)
+
+    exact = ask("off")
+    reset_prefix_cache(url)
+    assert ask({"recomp_ratio": 0.1})[1]
+    assert ask("off") == exact  # found nothing approximate
+    assert ask({"recomp_ratio": 0.1})[1] == exact[1]  # exact blocks come first
+
+
+def test_two_thousand_malformed_requests(client: openai.OpenAI, url: str) -> None:
+    generator = random.Random(0)
+    atoms = [None, True, -1, 3, 2**40, 0.5, "x", "", [], [1], [[1, 2]], [[2, 1]], {}, {"a": 1}, "auto"]
+    keys = ["spans", "auto", "tenant", "report", "recomp_ratio", "recomp_ratios", "check_layers"]
+    keys += ["mask", "policy", "nonsense"]
+
+    def field() -> str:
+        kind = generator.random()
+        if kind < 0.2:
+            return "".join(generator.choices('{}[]":,spantrue0123 ', k=generator.randrange(12)))
+        chosen = generator.sample(keys, generator.randrange(1, 4))
+        return json.dumps({key: generator.choice(atoms) for key in chosen})
+
+    body = {"model": NAME, "prompt": "one two three", "max_tokens": 1}
+    with httpx.Client(base_url=url, timeout=60) as http:
+
+        def send(value: str) -> int:
+            answer = http.post("/v1/completions", json=body | {"vllm_xargs": {"blend": value}})
+            assert answer.status_code in (200, 400), (value, answer.text)
+            if answer.status_code == 400:
+                assert "blend" in answer.text, (value, answer.text)
+            return answer.status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(send, [field() for _ in range(2000)]))
+    assert found.count(400) > 1500
+    assert text_of(client.completions.create(model=NAME, prompt="one two three", **GREEDY))
+
+
+def test_metrics(client: openai.OpenAI, url: str) -> None:
+    texts, question = sample(1)
+    warm(client, texts, question)
+
+    def read() -> dict[str, float]:
+        lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("vllm:blend_")]
+        return {name: float(value) for name, value in pairs}
+
+    before = read()
+    report = reported(chat(client, texts, question, **xargs({"report": True})))
+    after = read()
+
+    def rose(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert rose('vllm:blend_requests_total{result="blended"}') == 1
+    assert rose('vllm:blend_prompt_tokens_total{source="reused"}') == report["reused_tokens"]
+    assert rose("vllm:blend_recomputed_tokens_total") == report["recomputed_tokens"]
+    assert rose('vllm:blend_chunks_total{result="hit"}') == report["chunks"]
+    assert rose("vllm:blend_lookup_seconds_count") == 1
+    assert after["vllm:blend_stored_chunks"] == report["stored_chunks"] >= 4
+    assert after["vllm:blend_stored_bytes"] == report["stored_bytes"] > 0

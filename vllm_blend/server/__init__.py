@@ -1,0 +1,7 @@
+"""Blending as a property of a request: what a server needs beyond the blend path itself.
+
+request  -> BlendRequest      wire.py, in the API server: parsed, validated, sent along as plain values
+text     -> spans             marks.py, in the API server: message parts and separators mark chunks
+prompt   -> BlendPlan         scheduler.py, in the engine: chunks looked up, found by content (match.py)
+misses   -> stored chunks     background.py, in the engine: computed within a budget, after the request
+"""

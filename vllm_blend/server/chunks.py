@@ -1,0 +1,130 @@
+"""Which chunks the engine has: by tenant and token ids, and where their tokens occur.
+
+The scheduler keeps this list; the KV itself lies in the model's process, under the same keys
+(``models/chunks.py``). Room is made before a chunk is computed: what is dropped travels with the
+request that takes its place. A chunk that an unfinished request uses is not dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_blend.core import ChunkKey
+from vllm_blend.server.match import Run, SequenceIndex
+
+
+def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
+    """Names a chunk within one engine: 16 bytes of its tenant and token ids."""
+    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    digest.update(tenant.encode(errors="surrogatepass"))
+    return digest.digest()
+
+
+@dataclass(frozen=True)
+class KnownChunk:
+    """A chunk whose KV the model's process has, or is about to have."""
+
+    tenant: str
+    token_ids: tuple[int, ...]
+
+
+class KnownChunks:
+    """Chunks in memory, least recently used out first.
+
+    Args:
+        max_tokens: of all chunks together.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.num_evicted = 0
+        self._chunks: OrderedDict[ChunkKey, KnownChunk] = OrderedDict()
+        self._coming: dict[ChunkKey, KnownChunk] = {}
+        self._pins: Counter[ChunkKey] = Counter()
+        self._to_drop: list[ChunkKey] = []
+        self._indexes: dict[str, SequenceIndex] = {}
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def num_pinned(self) -> int:
+        """Chunks in use."""
+        return len(self._pins)
+
+    def get(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
+        """The key of a chunk that is here, else None."""
+        key = chunk_key(tenant, token_ids)
+        if key not in self._chunks or self._chunks[key].token_ids != tuple(token_ids):
+            return None
+        self._chunks.move_to_end(key)
+        return key
+
+    def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[Run]:
+        """Known chunks, or parts of them, in a prompt."""
+        runs = self._indexes[tenant].find(token_ids, min_tokens) if tenant in self._indexes else []
+        for run in runs:
+            assert isinstance(run.key, bytes)
+            self._chunks.move_to_end(run.key)
+        return runs
+
+    def pin(self, keys: Iterable[ChunkKey]) -> None:
+        """Keeps chunks from being dropped, until they are unpinned as often."""
+        self._pins.update(keys)
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> None:
+        """Lets go of chunks."""
+        self._pins.subtract(keys)
+        self._pins = +self._pins
+
+    def reserve(self, tenant: str, token_ids: Sequence[int]) -> tuple[ChunkKey, list[ChunkKey]] | None:
+        """Makes room for a chunk that is to be computed.
+
+        Returns:
+            Its key, and the keys that the model's process must drop first; None if there is no room.
+        """
+        free = self.max_tokens - self.num_tokens
+        victims = []
+        for key, chunk in self._chunks.items():
+            if free >= len(token_ids):
+                break
+            if key not in self._pins:
+                victims.append(key)
+                free += len(chunk.token_ids)
+        if free < len(token_ids):
+            return None
+        for key in victims:
+            self._drop(key)
+        drops, self._to_drop = self._to_drop, []
+        key = chunk_key(tenant, token_ids)
+        self._coming[key] = KnownChunk(tenant, tuple(token_ids))
+        self.num_tokens += len(token_ids)
+        return key, drops
+
+    def commit(self, key: ChunkKey) -> None:
+        """The model's process has the chunk now."""
+        chunk = self._coming.pop(key)
+        self._chunks[key] = chunk
+        # what is in it is bounded by max_tokens already
+        index = self._indexes.setdefault(chunk.tenant, SequenceIndex(max_tokens=2**62))
+        index.add(key, chunk.token_ids)
+
+    def cancel(self, key: ChunkKey, drops: Sequence[ChunkKey]) -> None:
+        """The chunk was not computed; what it was to drop may be there yet."""
+        self.num_tokens -= len(self._coming.pop(key).token_ids)
+        self._to_drop += [*drops, key]
+
+    def _drop(self, key: ChunkKey) -> None:
+        chunk = self._chunks.pop(key)
+        self.num_tokens -= len(chunk.token_ids)
+        self.num_evicted += 1
+        self._to_drop.append(key)
+        index = self._indexes[chunk.tenant]
+        index.remove(key)
+        if not len(index):
+            del self._indexes[chunk.tenant]

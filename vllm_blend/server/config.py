@@ -1,0 +1,88 @@
+"""How a server blends: ``--additional-config '{"vllm_blend": {...}}'``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from vllm_blend.settings import BlendSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONFIG_KEY = "vllm_blend"
+"""The key of vLLM's ``additional_config``."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of a server, by JSON; ``BlendSettings``'s keys (``recomp_ratio`` and the rest) stand
+    beside these and are the default of every request.
+
+    Args:
+        auto: reuse known chunks in every prompt, wherever they stand, without a word of the client.
+        parts: the text parts of a chat message but its last mark chunks.
+        separator: a text that marks chunks in any prompt: head, chunks and question lie between
+            separators, which are not part of the prompt. Empty: none.
+        min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
+        ram_gb: memory for chunks' KV, in GiB.
+        background_share: share of the computed tokens that may go to chunks that were missed, while
+            requests are waiting or running; an idle engine computes them at once.
+        log_requests: one INFO line a request: what was blended, or why not.
+
+    Raises:
+        ValueError: names the key, its value and what is allowed.
+    """
+
+    auto: bool = False
+    parts: bool = True
+    separator: str = "<|chunk|>"
+    min_chunk_tokens: int = 16
+    ram_gb: float = 4.0
+    background_share: float = 0.2
+    log_requests: bool = True
+    blend: BlendSettings = field(default_factory=BlendSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("auto", "parts", "log_requests"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
+        if not isinstance(self.separator, str):
+            raise ValueError(f"separator is {self.separator!r}; expected a text")
+        _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
+        _check_number("ram_gb", self.ram_gb, float, 0)
+        _check_number("background_share", self.background_share, float, 0)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:
+        """Settings from JSON values; an unknown key is refused by name."""
+        own = {f.name for f in fields(cls)} - {"blend"}
+        theirs = {f.name for f in fields(BlendSettings)}
+        if unknown := sorted(set(values) - own - theirs):
+            raise ValueError(
+                f"additional_config[{CONFIG_KEY!r}] has an unknown key {unknown[0]!r}; allowed: "
+                f"{', '.join(sorted(own | theirs))}"
+            )
+        blend = BlendSettings.from_mapping({k: v for k, v in values.items() if k in theirs})
+        return cls(blend=blend, **{k: v for k, v in values.items() if k in own})
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> ServerSettings | None:
+        """The settings that an engine was started with; None if it was not asked to blend."""
+        config = vllm_config.additional_config
+        if not isinstance(config, dict) or CONFIG_KEY not in config:
+            return None
+        values = config[CONFIG_KEY]
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"additional_config[{CONFIG_KEY!r}] is {values!r}; expected an object, e.g. {{}}"
+            )
+        return cls.from_mapping(values)
+
+
+def _check_number(name: str, value: Any, kind: type, low: int) -> None:
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not value >= low:
+        noun = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} is {value!r}; expected {noun} from {low}")

@@ -1,0 +1,69 @@
+"""vLLM's renderer of text prompts, with chunks marked on the way to token ids.
+
+Registered in vLLM's ``RENDERER_REGISTRY``. In a server that was not started to blend it changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.renderers.hf import HfRenderer
+
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.marks import START, cut, mark_parts, remove_marks, tokenize
+
+SPANS_KEY = "blend_spans"
+"""The key of a rendered prompt that holds its chunks' spans."""
+
+
+class BlendRenderer(HfRenderer):
+    """``HfRenderer``, whose prompts carry the spans of marked chunks under ``SPANS_KEY``."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.blend_settings = ServerSettings.of(config)
+
+    def render_messages(self, messages: Any, params: Any) -> Any:
+        return super().render_messages(self._marked(messages), params)
+
+    async def render_messages_async(self, messages: Any, params: Any) -> Any:
+        return await super().render_messages_async(self._marked(messages), params)
+
+    def _marked(self, messages: Any) -> Any:
+        settings = self.blend_settings
+        return mark_parts(messages) if settings is not None and settings.parts else messages
+
+    def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
+        settings = self.blend_settings
+        text = prompt["prompt"]
+        if settings is None or not (START in text or settings.separator and settings.separator in text):
+            return super()._tokenize_prompt(prompt, params)
+        pieces = cut(text, settings.separator)
+        plain = prompt | {"prompt": remove_marks(text.replace(settings.separator, ""))}
+        if params.truncate_prompt_tokens is not None or params.return_token_offsets:
+            return super()._tokenize_prompt(plain, params)  # spans would not stay where they are
+
+        def encode(piece: str, first: bool) -> list[int]:
+            special = params.add_special_tokens and first
+            tokens = super(BlendRenderer, self)._tokenize_prompt(
+                {"prompt": piece}, replace(params, add_special_tokens=special)
+            )
+            ids: list[int] = tokens["prompt_token_ids"]
+            return ids
+
+        token_ids, spans = tokenize(pieces, encode, settings.min_chunk_tokens)
+        return self._build_tokens_prompt(token_ids, plain | {SPANS_KEY: spans})
+
+    def _process_tokens(self, prompt: Any, **kwargs: Any) -> Any:
+        return _keep_spans(prompt, super()._process_tokens(prompt, **kwargs))
+
+    async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
+        return _keep_spans(prompt, await super()._process_tokens_async(prompt, **kwargs))
+
+
+def _keep_spans(prompt: Any, engine_input: Any) -> Any:
+    if spans := prompt.get(SPANS_KEY):
+        engine_input[SPANS_KEY] = spans
+    return engine_input

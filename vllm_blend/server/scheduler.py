@@ -1,0 +1,331 @@
+"""The engine's side of a blending server: a mixin for vLLM's scheduler.
+
+``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content
+``schedule``             lets in the engine's own requests: the start-up check, missed chunks
+``update_from_output``   takes their results out, adds what was reused to the others' first output
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_blend.core import KeyedPlan, KeyedSpan
+from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
+from vllm_blend.select import num_kept
+from vllm_blend.server.admission import EXTRA_ARG, REPORT_KEY
+from vllm_blend.server.background import Background
+from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.gate import Gate
+from vllm_blend.server.match import SequenceIndex
+from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
+from vllm_blend.server.wire import BlendRequest
+
+logger = logging.getLogger("vllm.vllm_blend.server")
+
+LEARNED_TOKENS = 64
+"""Auto mode: a text that comes back in another place becomes a chunk from this length on."""
+RECENT_TOKENS = 1_000_000
+"""Auto mode: tokens of past prompts that are remembered, to see what comes back."""
+
+
+class BlendScheduler:
+    """Mixin for vLLM's schedulers."""
+
+    # of vLLM's scheduler
+    kv_cache_manager: Any
+    vllm_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        stock: Any = super()
+        stock.__init__(*args, **kwargs)
+        settings = ServerSettings.of(self.vllm_config)
+        assert settings is not None  # else compat.py would not have chosen this class
+        model_config = self.vllm_config.model_config
+        self.blend_settings = settings
+        self.blend_token_bytes = bytes_per_token(self.vllm_config)
+        self.blend_chunks = KnownChunks(int(settings.ram_gb * 2**30) // self.blend_token_bytes)
+        self.blend_recent = SequenceIndex(RECENT_TOKENS)
+        context = chunk_context(self.vllm_config)
+        longest = model_config.max_model_len - 1
+        self.blend_background = Background(
+            self.blend_chunks,
+            context,
+            longest - len(context),
+            settings.background_share,
+            self._own_request,
+        )
+        self.blend_gate = Gate(
+            model_config.get_vocab_size(),
+            longest,
+            model_config.dtype,
+            settings.blend,
+            self._own_request,
+        )
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._plans: dict[str, KeyedPlan] = {}
+        self._num_seen = 0
+        self._block_size = kwargs["hash_block_size"]
+        self._hasher: Any = None
+        manager = self.kv_cache_manager
+        if manager.enable_caching:
+            # as the engine makes it for clients' requests
+            hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+            self._hasher = get_request_block_hasher(self._block_size, hash_fn)
+            manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
+            manager.blend_hasher, manager.blend_block_size = self._hasher, self._block_size
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        stock: Any = super()
+        params = request.sampling_params
+        wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+        if isinstance(wire, dict):
+            self._plan(request, BlendRequest.from_wire(wire))
+        stock.add_request(request)
+
+    def _plan(self, request: Any, wish: BlendRequest) -> None:
+        """Gives the request its plan, or takes its wish away where nothing can be reused."""
+        start = time.perf_counter()
+        params = request.sampling_params
+        tokens = tuple(request.prompt_token_ids)
+        tenant = wish.tenant or request.cache_salt or ""
+        spans: list[KeyedSpan] = []
+        missed = 0
+        why = self._why_not()
+        if not why:
+            spans, missed = self._look_up(tenant, tokens, wish)
+            why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        if spans:
+            plan = KeyedPlan(tuple(spans), wish.settings)
+            params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
+            self.blend_chunks.pin(span.key for span in spans)
+            self._name_blocks(request, plan, tenant)
+        reused = sum(span.end - span.start for span in spans)
+        ratio = (wish.settings.recomp_ratios or (wish.settings.recomp_ratio,))[-1]
+        self._reports[request.request_id] = {
+            "prompt_tokens": len(tokens),
+            "reused_tokens": reused,
+            "recomputed_tokens": num_kept(ratio, reused),
+            "chunks": len(spans),
+            "missed_chunks": missed,
+            "lookup_seconds": time.perf_counter() - start,
+            "why_not": why,
+            "asked": wish.report,
+            "counts": True,
+        }
+        if self.blend_settings.log_requests:
+            what = (
+                f"not blended, {why}"
+                if why
+                else f"{reused} of {len(tokens)} prompt tokens reused in {len(spans)} chunks"
+            )
+            logger.info("Request %s: %s; %d chunks missed", request.request_id, what, missed)
+
+    def _name_blocks(self, request: Any, plan: KeyedPlan, tenant: str) -> None:
+        """Its approximate blocks get names of their own in the prefix cache."""
+        if self._hasher is not None:
+            names = BlockNames.of(request, plan, tenant, self._block_size)
+            request.blend_names = names
+            request.block_hashes = names.mixed(request, self._hasher, names.first)
+
+    def _why_not(self) -> str:
+        if self.blend_gate.verdict is None:
+            return "the start-up check is still running"
+        return self.blend_gate.verdict and f"the start-up check failed: {self.blend_gate.verdict}"
+
+    def _look_up(
+        self, tenant: str, tokens: TokenIds, wish: BlendRequest
+    ) -> tuple[list[KeyedSpan], int]:
+        """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
+        spans, missed = [], 0
+        for start, end in wish.spans:
+            key = self.blend_chunks.get(tenant, tokens[start:end])
+            if key is not None:
+                spans.append(KeyedSpan(start, end, key))
+            else:
+                missed += 1
+                self.blend_background.add(tenant, tokens[start:end])
+        if wish.auto:
+            spans += self._find(tenant, tokens, spans)
+            self._learn(tenant, tokens, spans)
+        return sorted(spans, key=lambda span: span.start), missed
+
+    def _find(self, tenant: str, tokens: TokenIds, taken: list[KeyedSpan]) -> list[KeyedSpan]:
+        """Known chunks in the prompt outside the spans that are taken."""
+        # the last token's logits start the answer: it is always computed
+        runs = self.blend_chunks.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
+        return [
+            KeyedSpan(run.start, run.end, run.key, run.offset)
+            for run in runs
+            if isinstance(run.key, bytes)
+            and not any(run.start < span.end and span.start < run.end for span in taken)
+        ]
+
+    def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
+        """Text of earlier prompts that comes back behind other text becomes a chunk."""
+        for run in self.blend_recent.find(tokens[:-1], LEARNED_TOKENS):
+            covered = any(run.start < span.end and span.start < run.end for span in spans)
+            assert isinstance(run.key, tuple)
+            if run.start > 0 and not covered and run.key[0] == tenant:
+                self.blend_background.add(tenant, tokens[run.start : run.end])
+        self._num_seen += 1
+        self.blend_recent.add((tenant, self._num_seen), tokens)
+
+    # --- the engine's own requests --------------------------------------------------------------
+
+    def _own_request(
+        self, request_id: str, token_ids: list[int], plan: Any, num_logprobs: int | None = None
+    ) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            logprobs=num_logprobs,
+            skip_reading_prefix_cache=True,
+            extra_args={EXTRA_ARG: plan},
+        )
+        request: Any = Request(request_id, token_ids, params, None, block_hasher=self._hasher)
+        if isinstance(plan, KeyedPlan):
+            self._name_blocks(request, plan, tenant=request_id)
+        return request
+
+    def _is_own(self, request_id: str) -> bool:
+        return self.blend_gate.is_mine(request_id) or self.blend_background.is_mine(request_id)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        for request in self.blend_gate.start():
+            stock.add_request(request)
+        if self.blend_gate.verdict is not None:
+            self._tell_verdict()
+        if self.blend_gate.verdict == "":
+            busy = stock.get_num_unfinished_requests() > self.blend_background.num_running
+            for request in self.blend_background.start(idle=not busy):
+                stock.add_request(request)
+        return stock.schedule(*args, **kwargs)
+
+    def _tell_verdict(self) -> None:
+        gate = self.blend_gate
+        if not gate.told and gate.verdict:
+            logger.error("vllm_blend: this model cannot blend: %s. Nothing is reused.", gate.verdict)
+        elif not gate.told:
+            logger.info("vllm_blend: the start-up check passed, largest error %.2g.", gate.error)
+        gate.told = True
+
+    def has_requests(self) -> bool:
+        stock: Any = super()
+        if stock.has_requests():
+            return True
+        waiting = self.blend_gate.verdict is None or self.blend_background.num_waiting > 0
+        return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        finished = stock.finish_requests(*args, **kwargs)
+        for request in finished:
+            self._forget(request.request_id)
+            if self.blend_gate.is_mine(request.request_id):
+                self.blend_gate.finish(None)
+            elif self.blend_background.is_mine(request.request_id):
+                self.blend_background.finish(request.request_id, completed=False)
+        return finished
+
+    def _forget(self, request_id: str) -> None:
+        self._reports.pop(request_id, None)
+        plan = self._plans.pop(request_id, None)
+        if plan is not None:
+            self.blend_chunks.unpin(span.key for span in plan.spans)
+
+    # --- results --------------------------------------------------------------------------------
+
+    def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
+        stock: Any = super()
+        scheduled = scheduler_output.num_scheduled_tokens
+        theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
+        self.blend_background.earn(theirs)
+        results = stock.update_from_output(scheduler_output, model_output)
+        for result in results.values():
+            result.outputs = [out for out in result.outputs if not self._took(out)]
+        return results
+
+    def _took(self, output: Any) -> bool:
+        """Takes an output of the engine's own; adds what was reused to others."""
+        request_id = output.request_id
+        if self.blend_background.is_mine(request_id):
+            if output.finish_reason is not None:
+                self.blend_background.finish(request_id, completed=True)
+            return True
+        if self.blend_gate.is_mine(request_id):
+            if output.finish_reason is not None:
+                self.blend_gate.finish(_first_logprobs(output.new_logprobs))
+            return True
+        report = self._reports.get(request_id)
+        if report is not None:
+            params = output.kv_transfer_params or {}
+            output.kv_transfer_params = params | {REPORT_KEY: report | self._sizes()}
+            # an answer has the report of its last output
+            self._reports[request_id] = report | {"counts": False}
+            if not report["asked"]:
+                del self._reports[request_id]
+        if output.finish_reason is not None:
+            self._forget(request_id)
+        return False
+
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "stored_chunks": len(self.blend_chunks),
+            "stored_bytes": self.blend_chunks.num_tokens * self.blend_token_bytes,
+            "computed_chunks": self.blend_background.num_computed,
+            "evicted_chunks": self.blend_chunks.num_evicted,
+        }
+
+
+class BlendSyncScheduler(BlendScheduler, Scheduler):
+    """vLLM's scheduler with blending."""
+
+
+class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler with blending."""
+
+
+def bytes_per_token(vllm_config: Any) -> int:
+    """Bytes of one token's K and V in all layers."""
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    width = config.get_num_kv_heads(parallel) * config.get_head_size()
+    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
+
+
+def chunk_context(vllm_config: Any) -> TokenIds:
+    """What chunks are computed behind: the chat template's head, else BOS, else nothing.
+
+    One context for the whole server, so that a chunk's KV serves in every prompt.
+    """
+    if vllm_config.model_config.skip_tokenizer_init:
+        return ()
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    try:
+        return chat_frame(tokenizer).head
+    except Exception:  # no chat template, or one that does not take a lone user message
+        return plain_frame(tokenizer).head
+
+
+def _first_logprobs(logprobs: Any) -> dict[int, float]:
+    """Log-probabilities of the top tokens at an output's first position."""
+    ids, values = logprobs.logprob_token_ids[0], logprobs.logprobs[0]
+    return dict(zip(map(int, ids), map(float, values), strict=True))
