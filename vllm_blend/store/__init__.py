@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_blend.store.config import open_store as open_store
     from vllm_blend.store.disk import DiskTier as DiskTier
     from vllm_blend.store.fingerprint import model_key as model_key
     from vllm_blend.store.keys import ChunkKey as ChunkKey
@@ -24,6 +25,7 @@ _NAMES = {
     "RedisTier": "redis_tier",
     "S3Tier": "s3_tier",
     "model_key": "fingerprint",
+    "open_store": "config",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "RedisTier",
     "S3Tier",
     "model_key",
+    "open_store",
 ]
 
 

@@ -1,0 +1,58 @@
+"""A store from plain values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chunks import make_key, make_kv, same
+
+from vllm_blend.store import open_store
+
+
+def test_values_make_a_store(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "host_gb": 0.001,
+        "disk": {"folder": str(tmp_path), "budget_gb": 1, "fsync": False},
+        "redis": None,
+        "write_behind_gb": 0.5,
+        "load_threads": 2,
+        "timeout_s": 9,
+    }
+    key = make_key()
+    with open_store(values) as store:
+        store.put(key, make_kv(key))
+        assert store.timeout_s == 9
+        assert [lane.name for lane in store.lanes] == ["disk"]
+    with open_store({"host_gb": 0, "disk": {"folder": tmp_path, "budget_gb": 1}}) as store:
+        assert same(store.get(key), make_kv(key))
+    with open_store({"host_gb": 0.001}) as store:
+        assert not store.lanes
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "store has no 'host_gb'"),
+        ({"host_gb": -1}, "host_gb of store is -1; expected a number of GB"),
+        ({"host_gb": True}, "host_gb of store is True"),
+        ({"host_gb": 1, "dsk": {}}, "unknown key 'dsk' of store; allowed: disk, host_gb"),
+        ({"host_gb": 1, "disk": "/tmp"}, "disk is '/tmp'; expected a mapping with folder"),
+        ({"host_gb": 1, "disk": {"folder": "x"}}, "disk has no 'budget_gb'"),
+        ({"host_gb": 1, "redis": {"budget_gb": 1}}, "redis has no 'url'"),
+        ({"host_gb": 1, "s3": {"bucket": "b", "budget_gb": 1, "x": 2}}, "unknown key 'x' of s3"),
+        ({"host_gb": 1, "write_behind_gb": "1"}, "write_behind_gb of store is '1'"),
+    ],
+)
+def test_bad_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_store(values)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.delitem(sys.modules, "vllm_blend.store.redis_tier", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'vllm-blend\[redis\]'"):
+        open_store({"host_gb": 0, "redis": {"url": "redis://127.0.0.1", "budget_gb": 1}})

@@ -1,0 +1,90 @@
+"""A store from plain values, e.g. a server's JSON.
+
+open_store({"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200},
+            "redis": {"url": "redis://127.0.0.1:6379/0", "budget_gb": 64}})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_blend.store.store import ChunkStore
+from vllm_blend.store.tier import Tier
+
+
+def _disk(**options: Any) -> Tier:
+    from vllm_blend.store.disk import DiskTier
+
+    return DiskTier(**options)
+
+
+def _redis(**options: Any) -> Tier:
+    from vllm_blend.store.redis_tier import RedisTier
+
+    return RedisTier(**options)
+
+
+def _s3(**options: Any) -> Tier:
+    from vllm_blend.store.s3_tier import S3Tier
+
+    return S3Tier(**options)
+
+
+TIERS: dict[str, tuple[Callable[..., Tier], str, frozenset[str]]] = {
+    "disk": (_disk, "folder", frozenset({"fsync"})),
+    "redis": (_redis, "url", frozenset({"prefix", "timeout_s"})),
+    "s3": (_s3, "bucket", frozenset({"prefix", "timeout_s", "endpoint_url", "refresh_s"})),
+}
+"""Fastest first: what makes the tier, what it must be told, and what it may be told."""
+
+OPTIONS = frozenset({"load_threads", "timeout_s"})
+
+
+def open_store(values: Mapping[str, Any]) -> ChunkStore:
+    """Makes a store and its tiers.
+
+    Args:
+        values: ``host_gb`` (10**9 bytes of host memory, required); ``disk``, ``redis``, ``s3``, each a
+            mapping with ``budget_gb``, its place (``folder``, ``url`` or ``bucket``) and the tier's
+            other arguments; ``write_behind_gb``, ``load_threads``, ``timeout_s``.
+
+    Raises:
+        ValueError: names what is unknown, missing or out of range.
+        ImportError: if a tier's package is not installed; says which extra brings it.
+    """
+    _check("store", values, {"host_gb"}, {*TIERS, *OPTIONS, "write_behind_gb"})
+    tiers = [_tier(name, values[name]) for name in TIERS if values.get(name) is not None]
+    options = {name: values[name] for name in OPTIONS & values.keys()}
+    if "write_behind_gb" in values:
+        options["write_behind_bytes"] = _bytes("store", "write_behind_gb", values)
+    return ChunkStore(tiers, host_bytes=_bytes("store", "host_gb", values), **options)
+
+
+def _tier(name: str, values: Any) -> Tier:
+    make, place, optional = TIERS[name]
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{name} is {values!r}; expected a mapping with {place} and budget_gb")
+    _check(name, values, {place, "budget_gb"}, optional)
+    options = {key: value for key, value in values.items() if key != "budget_gb"}
+    try:
+        return make(budget_bytes=_bytes(name, "budget_gb", values), **options)
+    except ImportError as error:
+        raise ImportError(f"{name} needs a package: pip install 'vllm-blend[{name}]'") from error
+
+
+def _check(
+    where: str, values: Mapping[str, Any], required: set[str], optional: set[str] | frozenset[str]
+) -> None:
+    if missing := sorted(required - values.keys()):
+        raise ValueError(f"{where} has no {missing[0]!r}")
+    if unknown := sorted(values.keys() - required - optional):
+        allowed = ", ".join(sorted(required | optional))
+        raise ValueError(f"unknown key {unknown[0]!r} of {where}; allowed: {allowed}")
+
+
+def _bytes(where: str, name: str, values: Mapping[str, Any]) -> int:
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ValueError(f"{name} of {where} is {value!r}; expected a number of GB, 0 or more")
+    return round(value * 1e9)
