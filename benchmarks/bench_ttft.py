@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -23,9 +22,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
 
-from harness import hardware, print_table, prompt_of
+from harness import hardware, measure, print_table, prompt_of
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
@@ -39,12 +37,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: shapes of real models (cpu)"
+    )
+    parser.add_argument(
+        "--shape", nargs="+", default=["mistral-7b"], help="cuda: mistral-7b, llama-3-8b"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="cuda: of the model (bfloat16)")
+    parser.add_argument("--eager", action="store_true", help="cuda: without torch.compile and graphs")
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 4000], help="chunk tokens")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.16, 0.3])
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.08, 0.16, 0.3])
     parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
     parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
     options = parser.parse_args()
+    if options.device == "cuda":
+        import ttft_shapes
+
+        options.tokens = options.tokens or [4096, 8192, 16384, 32000]
+        ttft_shapes.main(options)
+        return
+    options.tokens = options.tokens or [2000, 4000]
 
     longest = max(options.tokens) + 512
     llm = LLM(
@@ -104,18 +117,6 @@ def main() -> None:
     print_table(["tokens", "method", "TTFT", "speedup", "rows computed", "at the floor"], rows)
     print()
     print(json.dumps({"hardware": where, "repeat": options.repeat, "results": results}))
-
-
-def measure(methods: dict[str, Callable[[], object]], repeat: int, name: str) -> dict[str, list[float]]:
-    """Seconds of each method, round by round; they take turns, after one warm-up each."""
-    seconds: dict[str, list[float]] = {method: [] for method in methods}
-    for turn in tqdm(range(repeat + 1), desc=name, unit="round"):
-        for method, run in methods.items():
-            start = time.perf_counter()
-            run()
-            if turn:
-                seconds[method].append(time.perf_counter() - start)
-    return seconds
 
 
 def load_and_blend(

@@ -6,8 +6,11 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from vllm_blend import Blender
@@ -73,3 +76,15 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     print("|" + "---|" * len(header))
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |")
+
+
+def measure(methods: dict[str, Callable[[], object]], repeat: int, name: str) -> dict[str, list[float]]:
+    """Seconds of each method, round by round; they take turns, after one warm-up each."""
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    for turn in tqdm(range(repeat + 1), desc=name, unit="round"):
+        for method, run in methods.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                seconds[method].append(time.perf_counter() - start)
+    return seconds
