@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import openai
 import pytest
 
 INPUTS = Path(__file__).parents[2] / "inputs"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 NAME = "smollm2"
 START_SECONDS = 300
 SEPARATOR = "<|chunk|>"
@@ -28,16 +30,14 @@ pytestmark = pytest.mark.slow
 
 
 def sample(number: int) -> tuple[list[str], str]:
-    """Four chunks of an input, and its question."""
+    """Three chunks of an input, and its question."""
     values = json.loads((INPUTS / f"{number}.json").read_text())
-    return [values[str(at)] for at in range(4)], values["query"]
+    return [values[str(at)] for at in range(3)], values["query"]
 
 
 @pytest.fixture(scope="module")
 def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
     command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
@@ -55,6 +55,13 @@ def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         finally:
             server.terminate()
             server.wait(60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -289,5 +296,47 @@ def test_metrics(client: openai.OpenAI, url: str) -> None:
     assert rose("vllm:blend_recomputed_tokens_total") == report["recomputed_tokens"]
     assert rose('vllm:blend_chunks_total{result="hit"}') == report["chunks"]
     assert rose("vllm:blend_lookup_seconds_count") == 1
-    assert after["vllm:blend_stored_chunks"] == report["stored_chunks"] >= 4
+    assert after["vllm:blend_stored_chunks"] == report["stored_chunks"] >= 3
     assert after["vllm:blend_stored_bytes"] == report["stored_bytes"] > 0
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+def test_prometheus_answers_the_dashboards_queries(
+    client: openai.OpenAI, url: str, tmp_path: Path
+) -> None:
+    texts, question = sample(1)
+    config = tmp_path / "prometheus.yml"
+    target = url.removeprefix("http://")
+    config.write_text(
+        "global: {scrape_interval: 1s}\n"
+        f"scrape_configs: [{{job_name: vllm, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    )
+    port = free_port()
+    command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    server = subprocess.Popen(
+        [*command, f"--web.listen-address=127.0.0.1:{port}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        panels = json.loads(DASHBOARD.read_text())["panels"]
+        left = [target["expr"] for panel in panels for target in panel["targets"]]
+        end = time.monotonic() + 60
+        while left and time.monotonic() < end:
+            chat(client, texts, question)
+            left = [query for query in left if not answered(port, query)]
+        assert not left
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def answered(port: int, query: str) -> bool:
+    """Whether Prometheus has numbers for a dashboard's query."""
+    query = query.replace("$__rate_interval", "30s")
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": query}).json()
+    except httpx.HTTPError:  # it is starting
+        return False
+    assert answer["status"] == "success", answer
+    return any(series["value"][1] != "NaN" for series in answer["data"]["result"])
