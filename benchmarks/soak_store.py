@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
 
@@ -33,19 +36,21 @@ COUNTS = {
 }
 
 
-def s3() -> Any:
-    """moto's server on a free port."""
+@contextmanager
+def s3() -> Iterator[str]:
+    """moto's server, in a process of its own so that its memory is not counted; its address."""
     os.environ.update(
         AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_DEFAULT_REGION="us-east-1"
     )
-    import logging
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = importlib.import_module("moto.server").ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
-    )
-    server.start()
-    return server
+    servers = importlib.import_module("servers")
+    port = servers.free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            servers.wait_for_port(port, process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 def main() -> None:
@@ -55,8 +60,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.cases) - set(COUNTS):
         parser.error(f"unknown case {min(unknown)!r}; allowed: {', '.join(COUNTS)}")
-    import logging
-
     logging.getLogger("vllm.vllm_blend.store").setLevel(logging.ERROR)  # thousands of warnings
     faults = importlib.import_module("faults")
     results = {}
@@ -64,10 +67,8 @@ def main() -> None:
         count = max(1, round(COUNTS[name] * arguments.share))
         start = time.perf_counter()
         if name in ("s3_failures", "soak"):
-            server = s3()
-            host, port = server.get_host_and_port()
-            counts = getattr(faults, name)(count, f"http://{host}:{port}")
-            server.stop()
+            with s3() as endpoint:
+                counts = getattr(faults, name)(count, endpoint)
         else:
             counts = getattr(faults, name)(count)
         seconds = time.perf_counter() - start
