@@ -2,7 +2,8 @@
 
 ``cut``: each person's profile is cut in two chunks. The first names the person, the second says only
 where "this person" lives; which second half belongs to whom, order alone tells. A chunk computed alone
-cannot know it. ``whole``: name and city stand in one chunk, among chunks that look alike.
+cannot know it. ``whole``: name and city stand in one chunk, among chunks that look alike. The prompt
+ends in the beginning of the answer: so asked, SmolLM2-135M is right more than half of the time.
 """
 
 from __future__ import annotations
@@ -60,12 +61,11 @@ def _example(kind: str, name: str, people: int, draw: random.Random) -> Example:
     hobbies, asked = draw.sample(HOBBIES, people), draw.randrange(people)
     passages = []
     for i, (who, city, job, hobby) in enumerate(zip(full_names, cities, jobs, hobbies, strict=True)):
-        opening = f"{who} works as a {job} and likes {hobby}."
-        home = f"lives in {city} with a cat and {i + 2} houseplants."
+        mine = i == asked
         if kind == "cut":
-            passages += [Passage(f"Profile. {opening}", gold=i == asked)]
-            passages += [Passage(f"This person {home}", gold=i == asked)]
+            passages += [Passage(f"{who} works as a {job} and likes {hobby}.", gold=mine)]
+            passages += [Passage(f"This person lives in {city} and has a cat.", gold=mine)]
         else:
-            passages += [Passage(f"Profile. {opening} {who} {home}", gold=i == asked)]
-    question = f"In which city does {full_names[asked]} live?"
+            passages += [Passage(f"Profile. Name: {who}. Job: {job}. City: {city}.", gold=mine)]
+    question = f"In which city does {full_names[asked]} live?\nAnswer: {full_names[asked]} lives in"
     return Example(name, tuple(passages), question, (cities[asked],))

@@ -24,10 +24,6 @@ Ida Brandt wrote her only play in a hotel in Lucerne. Its first night was on 3 M
 Question: When was the first night of Ida Brandt's play?
 Answer: 3 May 1908"""
 
-_FACTS = """Ulla Berg is a baker. Ulla Berg lives in Ghent.
-Question: In which city does Ulla Berg live?
-Answer: Ghent"""
-
 
 @dataclass(frozen=True)
 class Task:
@@ -90,6 +86,6 @@ TASKS: dict[str, Task] = {
             stop=(),
             titled=False,
         ),
-        Task("synthetic", _FACTS, _ASK, "begins", 6, titled=False),
+        Task("synthetic", "", "Question: {question}", "begins", 6, stop=("\n", "."), titled=False),
     )
 }
