@@ -29,7 +29,7 @@ demo: $(cpu) ## install what a CPU needs into .venv, then blend three chunks wit
 	$(bin)/python example/blend.py $(ARGS)
 
 test: $(test) ## every test that needs no GPU
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: ## the tests that need a GPU, with $(PYTHON): an environment made from requirements.txt
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -29,7 +29,7 @@ setup(
         "eval": ["rouge_score", "matplotlib", "jinja2"],
         "redis": ["redis"],  # the store's tiers
         "s3": ["boto3"],
-        "test": ["pytest", "hypothesis", "openai", "accelerate", "gguf"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "openai", "accelerate", "gguf"],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

@@ -1,7 +1,7 @@
 """The identities of blending on a GPU: FLASH_ATTN, both 16-bit types, eager and compiled.
 
 FLASH_ATTN computes in fp16 and bf16 only, so equal results differ by rounding. What that is worth is
-measured by the engine itself: the same prompt in one step and in chunks of 64 tokens.
+measured by the engine itself: the same prompt in one step and in windows of several sizes.
 """
 
 from __future__ import annotations
