@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-from servers import RedisServer, redis_binary
+from servers import RedisServer, redis_binary, s3_server
 
 
 @pytest.fixture
@@ -23,10 +23,7 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """moto's server: S3's API over HTTP."""
-    server: Any = pytest.importorskip("moto.server")
-    thread = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    thread.start()
-    host, port = thread.get_host_and_port()
-    yield f"http://{host}:{port}"
-    thread.stop()
+    if find_spec("moto") is None:
+        pytest.skip("no moto in this environment")
+    with s3_server() as endpoint:
+        yield endpoint
