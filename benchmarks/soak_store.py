@@ -14,11 +14,8 @@ import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
@@ -36,23 +33,6 @@ COUNTS = {
 }
 
 
-@contextmanager
-def s3() -> Iterator[str]:
-    """moto's server, in a process of its own so that its memory is not counted; its address."""
-    os.environ.update(
-        AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_DEFAULT_REGION="us-east-1"
-    )
-    servers = importlib.import_module("servers")
-    port = servers.free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            servers.wait_for_port(port, process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(COUNTS))
@@ -61,13 +41,16 @@ def main() -> None:
     if unknown := set(arguments.cases) - set(COUNTS):
         parser.error(f"unknown case {min(unknown)!r}; allowed: {', '.join(COUNTS)}")
     logging.getLogger("vllm.vllm_blend.store").setLevel(logging.ERROR)  # thousands of warnings
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        os.environ[variable] = "test"
+    os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
     faults = importlib.import_module("faults")
     results = {}
     for name in arguments.cases or COUNTS:
         count = max(1, round(COUNTS[name] * arguments.share))
         start = time.perf_counter()
         if name in ("s3_failures", "soak"):
-            with s3() as endpoint:
+            with importlib.import_module("servers").s3_server() as endpoint:
                 counts = getattr(faults, name)(count, endpoint)
         else:
             counts = getattr(faults, name)(count)

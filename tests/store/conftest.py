@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from servers import RedisServer, free_port, redis_binary, wait_for_port
+from servers import RedisServer, redis_binary, s3_server
 
 
 @pytest.fixture
@@ -24,13 +23,7 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """moto's server: S3's API over HTTP. In a process of its own, since vLLM looks into every module of
-    this one, and those that moto imports do not bear it."""
-    pytest.importorskip("boto3")
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for_port(port, process)
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(30)
+    if find_spec("moto") is None:
+        pytest.skip("no moto in this environment")
+    with s3_server() as endpoint:
+        yield endpoint

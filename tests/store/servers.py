@@ -6,8 +6,11 @@ import http.client
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,23 @@ def redis_binary() -> str | None:
         return str(get_binary_path())
     except Exception:
         return None
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """moto's server, S3's API; its address.
+
+    In a process of its own: with Flask's proxy objects in this one, code that looks at every object
+    (as starting an engine does) fails.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for_port(port, process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 class Proxy(ThreadingHTTPServer):
