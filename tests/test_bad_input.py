@@ -198,13 +198,22 @@ def test_chunk_of_other_tokens_is_refused(llama: Engine) -> None:
 
 def test_prompt_logprobs_and_strange_plans_are_refused(llama: Engine) -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     prompt, plan = plan_for(llama, [llama.ids(30, 5)], [], llama.ids(5, 6))
-    for params, message in (
-        (SamplingParams(prompt_logprobs=1, extra_args={"blend": plan}), "prompt_logprobs is 1"),
-        (SamplingParams(extra_args={"blend": {"spans": []}}), "is dict; expected a BlendPlan"),
+    for params, error, message in (
+        (
+            SamplingParams(prompt_logprobs=1, extra_args={"blend": plan}),
+            ValueError,
+            "prompt_logprobs is 1",
+        ),
+        (
+            SamplingParams(extra_args={"blend": {"spans": []}}),
+            VLLMValidationError,
+            "blend is dict, .* or give a BlendPlan",
+        ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             llama.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
 
 

@@ -32,8 +32,9 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
     if settings is None:
         if field is not None:
             raise _refusal(
-                "this engine was not started to blend requests; start it with --additional-config "
-                f"""'{{"{CONFIG_KEY}": {{}}}}'"""
+                f"blend is {type(field).__name__}, and this engine was not started to blend requests; "
+                f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a BlendPlan """
+                "to an LLM in this process"
             )
         return
     marked = prompt.get(SPANS_KEY, ()) if isinstance(prompt, dict) else ()
