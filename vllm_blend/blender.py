@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from vllm_blend.compat import EXTRA_ARG, blend_model
-from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, StoredKV
+from vllm_blend.compat import blend_model
+from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, plain_frame, text_ids
 from vllm_blend.settings import BlendSettings
 

@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vllm_blend import compat_cuda
-from vllm_blend.core import BlendPlan, BlendStep, CollectPlan, KeyedPlan, StepRequest
+from vllm_blend.core import (
+    EXTRA_ARG,
+    BlendPlan,
+    BlendStep,
+    CollectPlan,
+    KeyedPlan,
+    StepRequest,
+)
 from vllm_blend.door import flagged_plan
 from vllm_blend.plugin import ARCHITECTURES
 from vllm_blend.server.admission import admit as admit_wish
@@ -42,9 +49,6 @@ if TYPE_CHECKING:
     from vllm_blend.models.loop import BlendModel
 
 logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
-
-EXTRA_ARG = "blend"
-"""The key of ``SamplingParams.extra_args`` that carries a request's plan."""
 
 _models: weakref.WeakValueDictionary[str, BlendModel] = weakref.WeakValueDictionary()
 """Inner models of this process, by their engine's ``VllmConfig.instance_id``."""

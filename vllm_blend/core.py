@@ -17,6 +17,9 @@ import torch
 
 from vllm_blend.settings import BlendSettings
 
+EXTRA_ARG = "blend"
+"""The key of ``SamplingParams.extra_args`` that carries a request's plan, or its ``BlendRequest``."""
+
 
 class Status(IntEnum):
     """What a layer does in a step; the names and numbers are those of the paper's code."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_blend.compat import EXTRA_ARG
-from vllm_blend.core import CollectPlan
+from vllm_blend.core import EXTRA_ARG, CollectPlan
 from vllm_blend.settings import BlendSettings
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_blend.compat import EXTRA_ARG
-from vllm_blend.core import BlendPlan, BlendStep, CollectPlan, StepRequest
+from vllm_blend.core import EXTRA_ARG, BlendPlan, BlendStep, CollectPlan, StepRequest
 
 
 class BlendModelState(DefaultModelState):

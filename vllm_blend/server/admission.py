@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_blend.core import EXTRA_ARG
 from vllm_blend.server import metrics
 from vllm_blend.server.config import CONFIG_KEY, ServerSettings
-from vllm_blend.server.wire import BlendRequest
+from vllm_blend.server.wire import REPORT_KEY, SPANS_KEY, BlendRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-EXTRA_ARG = "blend"
-SPANS_KEY = "blend_spans"
-REPORT_KEY = "blend"
 
 
 def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> None:
@@ -33,8 +30,8 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         if field is not None:
             raise _refusal(
                 f"blend is {type(field).__name__}, and this engine was not started to blend requests; "
-                f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a BlendPlan """
-                "to an LLM in this process"
+                f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a """
+                "BlendPlan to an LLM in this process"
             )
         return
     marked = prompt.get(SPANS_KEY, ()) if isinstance(prompt, dict) else ()

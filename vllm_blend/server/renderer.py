@@ -13,9 +13,7 @@ from vllm.renderers.hf import HfRenderer
 
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.marks import START, cut, mark_parts, remove_marks, tokenize
-
-SPANS_KEY = "blend_spans"
-"""The key of a rendered prompt that holds its chunks' spans."""
+from vllm_blend.server.wire import SPANS_KEY
 
 
 class BlendRenderer(HfRenderer):

@@ -17,17 +17,16 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_blend.core import KeyedPlan, KeyedSpan
+from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
 from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
 from vllm_blend.select import num_kept
-from vllm_blend.server.admission import EXTRA_ARG, REPORT_KEY
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.gate import Gate
 from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
-from vllm_blend.server.wire import BlendRequest
+from vllm_blend.server.wire import REPORT_KEY, BlendRequest
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 

@@ -20,6 +20,11 @@ from typing import Any
 from vllm_blend.core import check_spans
 from vllm_blend.settings import BlendSettings
 
+SPANS_KEY = "blend_spans"
+"""The key of a rendered prompt that holds its marked chunks' spans."""
+REPORT_KEY = "blend"
+"""The key of an output's ``kv_transfer_params`` that holds what was reused."""
+
 Span = tuple[int, int]
 
 
