@@ -63,7 +63,7 @@ def test_flags_are_valid_or_refused_by_name(key: str, value: Any) -> None:
     if key not in flags:
         with pytest.raises(KeyError, match="known: check"):
             flags[key] = value
-    for name in ("check", "collect", "recomp_ratio", "suffix_len", "check_layers", "mask"):
+    for name in ("check", "collect", "recomp_ratio", "suffix_len", "check_layers", "mask", "policy"):
         before = flags[name]
         try:
             flags[name] = value

@@ -39,6 +39,10 @@ def _mask(name: str, value: Any) -> str:
     return BlendSettings(mask=value).mask
 
 
+def _policy(name: str, value: Any) -> str:
+    return BlendSettings(policy=value).policy
+
+
 SETTINGS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "check": (False, _flag),
     "collect": (False, _flag),
@@ -50,6 +54,7 @@ SETTINGS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     ),
     "suffix_len": (None, _suffix_len),
     "mask": ("exact", _mask),
+    "policy": ("hkvd", _policy),
 }
 
 RESULTS = (
@@ -70,7 +75,7 @@ class CacheFuseMetadata(MutableMapping[str, Any]):
     Settings:
         check: blend the requests added while it is True, with ``model.old_kvs``.
         collect: keep the KV of requests added while it is True, at each ``self_attn.hack_kv``.
-        check_layers, recomp_ratio, recomp_ratios, mask: see ``BlendSettings``.
+        check_layers, recomp_ratio, recomp_ratios, mask, policy: see ``BlendSettings``.
         suffix_len: tokens of the question, at the prompt's end: never reused.
 
     Results of the last step that chose rows (not to be set):
@@ -124,6 +129,7 @@ class CacheFuseMetadata(MutableMapping[str, Any]):
             recomp_ratio=self["recomp_ratio"],
             recomp_ratios=self["recomp_ratios"],
             mask=self["mask"],
+            policy=self["policy"],
         )
 
     def record(self, frame: Frame) -> None:

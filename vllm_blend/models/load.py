@@ -38,7 +38,7 @@ class StoredLayers:
         if not self._on_host:
             return
         rows = sum(r.chunk_rows.numel() for r in self._on_host)
-        example = self._on_host[0].windows[0][0].kv.layers[first_layer][0]
+        example = self._on_host[0].windows[0][0].kv.described[first_layer][0]
         size = (AHEAD, 2, rows, *example.shape[1:])
         self._ring = torch.empty(size, dtype=example.dtype, device=device)
         self._stream = _copy_stream(device)
@@ -84,7 +84,7 @@ class StoredLayers:
 
 
 def _on_host(request: StepRequest, layer: int) -> bool:
-    return any(span.kv.layers[layer][0].device.type == "cpu" for span, _, _ in request.windows)
+    return any(span.kv.described[layer][0].device.type == "cpu" for span, _, _ in request.windows)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
