@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.08, 0.16, 0.3])
+    parser.add_argument(
+        "--policies", nargs="+", default=["hkvd"], help="cpu: how tokens are chosen (hkvd)"
+    )
     parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
     parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
     options = parser.parse_args()
@@ -78,14 +81,19 @@ def main() -> None:
             methods: dict[str, Callable[[], object]] = {
                 "stock": partial(blender.generate, prompt, PARAMS, blend=False)
             }
-            for ratio in options.ratios:
-                methods[f"blend {ratio:.0%}"] = partial(load_and_blend, blender, prompt, files, ratio)
+            blends = {
+                f"{policy} {ratio:.0%}": BlendSettings(recomp_ratio=ratio, policy=policy)
+                for policy in options.policies
+                for ratio in options.ratios
+            }
+            for name, settings in blends.items():
+                methods[name] = partial(load_and_blend, blender, prompt, files, settings)
             times = measure(methods, options.repeat, f"{len(prompt.token_ids)} tokens")
             stock = median(times["stock"])
             rows.append([len(prompt.token_ids), "stock", f"{stock:.3f} s", "1.00x", "", ""])
             results.append({"tokens": len(prompt.token_ids), "method": "stock", "ttft_s": stock})
-            for ratio in options.ratios:
-                blended = times[f"blend {ratio:.0%}"]
+            for name, settings in blends.items():
+                ratio, blended = settings.recomp_ratio, times[name]
                 ttft = median(blended)
                 speedup = median(s / b for s, b in zip(times["stock"], blended, strict=True))
                 fresh = len(prompt.token_ids) - prompt.num_reused
@@ -94,7 +102,7 @@ def main() -> None:
                 rows.append(
                     [
                         len(prompt.token_ids),
-                        f"blend {ratio:.0%}",
+                        name,
                         f"{ttft:.3f} s",
                         f"{speedup:.2f}x",
                         kept,
@@ -104,7 +112,7 @@ def main() -> None:
                 results.append(
                     {
                         "tokens": len(prompt.token_ids),
-                        "method": "blend",
+                        "method": settings.policy,
                         "ratio": ratio,
                         "ttft_s": ttft,
                         "speedup": speedup,
@@ -120,9 +128,8 @@ def main() -> None:
 
 
 def load_and_blend(
-    blender: Blender, prompt: BlendPrompt, files: list[pathlib.Path], ratio: float
+    blender: Blender, prompt: BlendPrompt, files: list[pathlib.Path], settings: BlendSettings
 ) -> None:
-    settings = BlendSettings(recomp_ratio=ratio)
     blender.generate(load(prompt, files), PARAMS, settings=settings)
 
 
