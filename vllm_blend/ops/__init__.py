@@ -2,6 +2,7 @@
 
 ``sparse_attention``    queries at explicit positions over the paged cache
 ``shift_scatter``       stored K, rotated to its place, and V into the paged cache
+``segment_scatter``     the same for many chunks, read where they lie, in a launch that graphs can hold
 ``deviation``           squared distance of fresh to stored V, per token
 
 On a CPU the functions run their oracles, or, in Triton's interpreter (``TRITON_INTERPRET=1``), the

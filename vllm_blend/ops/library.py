@@ -42,7 +42,7 @@ def check(
     tensor: torch.Tensor,
     shape: Shape,
     dtypes: Sequence[torch.dtype],
-    like: torch.Tensor,
+    like: torch.Tensor | None = None,
 ) -> None:
     """Raises ValueError, naming the argument, unless it fits.
 
@@ -50,7 +50,7 @@ def check(
         name: the argument's.
         shape: expected sizes; a name where any size will do.
         dtypes: allowed types.
-        like: a tensor on the expected device.
+        like: a tensor on the expected device; None where any will do.
     """
     found = tuple(tensor.shape)
     sizes = zip(shape, found, strict=False)
@@ -60,7 +60,7 @@ def check(
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name} is {tensor.dtype}; expected {wanted}")
-    if tensor.device != like.device:
+    if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
 
 
@@ -69,6 +69,15 @@ def check_inner_stride(name: str, tensor: torch.Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} has strides {list(tensor.stride())}; its last dimension must be contiguous"
+        )
+
+
+def check_rotary_dim(cos_sin_cache: torch.Tensor, head_size: int) -> None:
+    """Raises ValueError unless the rotated dimensions are pairs and fit in a head."""
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or rotary_dim > head_size:
+        raise ValueError(
+            f"cos_sin_cache is for rotary_dim {rotary_dim}; expected an even number up to {head_size}"
         )
 
 

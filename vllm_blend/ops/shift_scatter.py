@@ -9,7 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
+from vllm_blend.ops.library import (
+    FLOATS,
+    INTS,
+    check,
+    check_inner_stride,
+    check_rotary_dim,
+    register,
+    use_triton,
+)
 
 
 def shift_scatter(
@@ -47,11 +55,7 @@ def shift_scatter(
     cache_shape = ("num_blocks", "block_size", num_heads, head_size)
     check("key_cache", key_cache, cache_shape, (k.dtype,), k)
     check("value_cache", value_cache, tuple(key_cache.shape), (k.dtype,), k)
-    rotary_dim = cos_sin_cache.shape[1]
-    if rotary_dim % 2 or rotary_dim > head_size:
-        raise ValueError(
-            f"cos_sin_cache is for rotary_dim {rotary_dim}; expected an even number up to {head_size}"
-        )
+    check_rotary_dim(cos_sin_cache, head_size)
     for name, tensor in (
         ("k", k),
         ("v", v),

@@ -1,0 +1,395 @@
+"""Stored K, rotated, and V of many chunks, read where they lie, into the paged cache: one launch.
+
+The launch's arguments do not depend on the step: where the chunks' KV lies (GPU memory, or pinned host
+memory, which the GPU reads over PCIe), how much of it there is and where it goes is read from tensors
+on the device. So a CUDA graph that holds the launch is replayed with other contents.
+"""
+
+# Triton kernels carry no types of Python's:
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from vllm_blend.ops.library import (
+    FLOATS,
+    check,
+    check_inner_stride,
+    check_rotary_dim,
+    register,
+    use_triton,
+)
+from vllm_blend.ops.shift_scatter import shift_scatter_oracle
+
+UNIT_TOKENS = 8
+"""Tokens of a unit of work: 32 KiB of K and V to have in flight with 8 heads of 128 in 16 bits."""
+
+ALIGNMENT = 16
+"""Bytes that a segment's addresses are multiples of: the widest load."""
+
+
+class SegmentTables:
+    """The segments of a step on the device, at addresses that stay: what launches read.
+
+    Layers share the tables but for the addresses. ``fill`` is one copy to the device, ordered with
+    the work of the current stream as any copy is.
+
+    Attributes:
+        addresses: of the first K and first V element, ``[num_layers, num_segments_max, 2]`` int64.
+        segments: ``(count, first_position, first_row, first_unit)``, ``[num_segments_max, 4]`` int32.
+        totals: ``(num_segments, num_units)``, ``[2]`` int32.
+    """
+
+    def __init__(
+        self,
+        num_segments_max: int,
+        num_rows_max: int,
+        num_layers: int = 1,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        self.num_segments_max, self.num_rows_max = num_segments_max, num_rows_max
+        self.num_layers = num_layers
+        # int32 words: totals (padded to 16 bytes), segments, addresses
+        self._sizes = [4, 4 * num_segments_max, 4 * num_layers * num_segments_max]
+        words = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        totals, segments, addresses = words.split(self._sizes)
+        self._words = words
+        self.totals = totals[:2]
+        self.segments = segments.view(num_segments_max, 4)
+        self.addresses = addresses.view(torch.int64).view(num_layers, num_segments_max, 2)
+
+    def fill(
+        self, segments: Sequence[tuple[int, int, int]] | npt.NDArray[np.int32], addresses: npt.ArrayLike
+    ) -> None:
+        """Replaces the segments.
+
+        What lies at the addresses must stay until the launches that read it are done.
+
+        Args:
+            segments: ``(count, first_position, first_row)`` of each: its i-th token has the prompt
+                position ``first_position + i``, and its slot is ``slot_mapping[first_row + i]``.
+            addresses: of each layer's and segment's first K and first V element, in bytes,
+                ``[num_layers, num_segments, 2]``.
+
+        Raises:
+            ValueError: too many segments, a negative number, rows beyond ``num_rows_max``, an address
+                that is not a multiple of 16, or another shape of ``addresses``.
+        """
+        table = np.asarray(segments, dtype=np.int64).reshape(-1, 3)
+        num = len(table)
+        where = np.asarray(addresses, dtype=np.int64)
+        if num == 0 and where.size == 0:
+            where = where.reshape(self.num_layers, 0, 2)
+        if num > self.num_segments_max:
+            raise ValueError(f"{num} segments; the tables hold {self.num_segments_max}")
+        if where.shape != (self.num_layers, num, 2):
+            raise ValueError(
+                f"addresses has shape {list(where.shape)}; expected [{self.num_layers}, {num}, 2]"
+            )
+        count, first_position, first_row = table.T
+        for name, column in (
+            ("count", count),
+            ("first_position", first_position),
+            ("first_row", first_row),
+        ):
+            if (column < 0).any():
+                raise ValueError(f"segments has a negative {name}: {column.min()}")
+        if (first_row + count > self.num_rows_max).any():
+            last = (first_row + count).max()
+            raise ValueError(f"segments reach row {last}; slot_mapping has {self.num_rows_max} rows")
+        if (where % ALIGNMENT).any():
+            raise ValueError(f"addresses has one that is not a multiple of {ALIGNMENT} bytes")
+
+        units = -(-count // UNIT_TOKENS)
+        # pinned memory of torch's own is not used again before the copy from it is done
+        staging = torch.zeros(self._words.shape[0], dtype=torch.int32, pin_memory=self._words.is_cuda)
+        parts = staging.numpy()
+        totals, rows, pairs = np.split(parts, np.cumsum(self._sizes[:2]))
+        totals[:2] = num, units.sum()
+        rows = rows.reshape(-1, 4)[:num]
+        rows[:, :3], rows[:, 3] = table, units.cumsum() - units
+        pairs.view(np.int64).reshape(self.num_layers, -1, 2)[:, :num] = where
+        self._words.copy_(staging, non_blocking=True)
+
+
+def segment_scatter(
+    addresses: torch.Tensor,
+    segments: torch.Tensor,
+    totals: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    is_neox_style: bool = True,
+    num_programs: int = 16,
+) -> None:
+    """Writes the segments' K, rotated to its place, and V to the paged cache.
+
+    A segment is contiguous rows ``[count, num_kv_heads, head_size]`` of K, and the same of V, of the
+    caches' type. The first three arguments are of ``SegmentTables``, which checks what is in them.
+
+    Args:
+        addresses: byte addresses of the first K and first V element, ``[num_segments_max, 2]`` int64:
+            one layer of ``SegmentTables.addresses``.
+        segments: ``(count, first_position, first_row, first_unit)``, ``[num_segments_max, 4]`` int32.
+        totals: ``(num_segments, num_units)``, ``[2]`` int32.
+        slot_mapping: slot, ``block * block_size + offset``, of each row, ``[num_rows_max]`` int64;
+            -1: not written.
+        cos_sin_cache: the rotary module's, ``[max_position, rotary_dim]``: cosines, then sines.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides but
+            a contiguous last dimension.
+        is_neox_style: pairs are ``(d, d + rotary_dim / 2)``; else (GPT-J) ``(2 d, 2 d + 1)``.
+        num_programs: the launch's size. 8 to 16 fill PCIe, and leave the other multiprocessors to
+            other kernels; KV in GPU memory takes all of them.
+
+    Raises:
+        ValueError: names the argument that does not fit.
+    """
+    check("key_cache", key_cache, ("num_blocks", "block_size", "num_kv_heads", "head_size"), FLOATS)
+    cache = key_cache
+    check("value_cache", value_cache, tuple(cache.shape), (cache.dtype,), cache)
+    check("addresses", addresses, ("num_segments_max", 2), (torch.int64,), cache)
+    check("segments", segments, (addresses.shape[0], 4), (torch.int32,), cache)
+    check("totals", totals, (2,), (torch.int32,), cache)
+    check("slot_mapping", slot_mapping, ("num_rows_max",), (torch.int64,), cache)
+    check("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), FLOATS, cache)
+    check_rotary_dim(cos_sin_cache, cache.shape[3])
+    for name, tensor in (
+        ("cos_sin_cache", cos_sin_cache),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+    ):
+        check_inner_stride(name, tensor)
+    for name, tensor in (
+        ("addresses", addresses),
+        ("segments", segments),
+        ("totals", totals),
+        ("slot_mapping", slot_mapping),
+    ):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
+    if cache.shape[3] * cache.element_size() % ALIGNMENT:
+        raise ValueError(f"head_size is {cache.shape[3]}; rows must be multiples of {ALIGNMENT} bytes")
+    if num_programs < 1:
+        raise ValueError(f"num_programs is {num_programs}; expected at least 1")
+    torch.ops.vllm_blend.segment_scatter(
+        addresses,
+        segments,
+        totals,
+        slot_mapping,
+        cos_sin_cache,
+        key_cache,
+        value_cache,
+        is_neox_style,
+        num_programs,
+    )
+
+
+def segment_scatter_oracle(
+    stored: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    segments: Sequence[tuple[int, int, int]],
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    is_neox_style: bool = True,
+) -> None:
+    """The same in plain PyTorch, from tensors; caches may be fp32 to see the exact result.
+
+    Args:
+        stored: K and V of each segment, ``[count, num_kv_heads, head_size]``, on any device.
+        segments: ``(count, first_position, first_row)`` of each.
+    """
+    device = slot_mapping.device
+    for (k, v), (count, first_position, first_row) in zip(stored, segments, strict=True):
+        positions = torch.arange(first_position, first_position + count, device=device)
+        slots = slot_mapping[first_row : first_row + count]
+        k, v = k.to(device), v.to(device)
+        shift_scatter_oracle(
+            k, v, positions, slots, cos_sin_cache, key_cache, value_cache, is_neox_style
+        )
+
+
+@triton.jit
+def _segment_scatter_kernel(
+    addresses,  # [num_segments_max, 2]
+    segments,  # [num_segments_max, 4]
+    totals,  # [2]
+    slot_mapping,  # [num_rows_max]
+    cos_sin_cache,  # [max_position, ROTARY_DIM]
+    key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    cos_stride,
+    kc_stride_block,
+    kc_stride_slot,
+    kc_stride_head,
+    vc_stride_block,
+    vc_stride_slot,
+    vc_stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    UNIT_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,  # heads in flight; power of two
+    BLOCK_HALF: tl.constexpr,  # power of two, at least ROTARY_DIM / 2
+    BLOCK_PASS: tl.constexpr,  # power of two, at least HEAD_SIZE - ROTARY_DIM; 0 where that is 0
+    BLOCK_D: tl.constexpr,  # power of two, at least HEAD_SIZE
+    LOG_SEGMENTS: tl.constexpr,  # steps of the search for a unit's segment
+):
+    """``key_cache[slot] = rope(k, position)``, ``value_cache[slot] = v`` where ``slot >= 0``.
+
+    Grid: ``(num_programs,)``, each taking every num_programs-th unit: UNIT_TOKENS consecutive tokens
+    of one segment. A unit's rows are its pairs of token and head. All of its K and V (HEADS heads at a
+    time) is asked for before any of it is used, since each request may take PCIe's microseconds. K
+    goes through as two halves ``x1, x2`` of pairs: ``x1 cos - x2 sin``, ``x2 cos + x1 sin``, in fp32.
+    """
+    num_segments, num_units = tl.load(totals), tl.load(totals + 1)
+    row = tl.arange(0, UNIT_TOKENS * HEADS)
+    half = tl.arange(0, BLOCK_HALF)
+    pair = tl.arange(0, 2 * BLOCK_HALF)
+    dim = tl.arange(0, BLOCK_D)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        # the last segment whose first unit is not behind this one; empty ones come before it
+        low, high = num_segments * 0, num_segments
+        for _ in tl.static_range(LOG_SEGMENTS):
+            middle = (low + high) // 2
+            first = tl.load(segments + middle * 4 + 3)
+            open = high - low > 1
+            low = tl.where(open & (first <= unit), middle, low)
+            high = tl.where(open & (first > unit), middle, high)
+        count, first_position = tl.load(segments + low * 4), tl.load(segments + low * 4 + 1)
+        first_row, first_unit = tl.load(segments + low * 4 + 2), tl.load(segments + low * 4 + 3)
+        k = tl.load(addresses + low * 2).to(key_cache.dtype, bitcast=False)
+        v = tl.load(addresses + low * 2 + 1).to(value_cache.dtype, bitcast=False)
+        k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
+
+        token = (unit - first_unit) * UNIT_TOKENS + row // HEADS
+        slot = tl.load(slot_mapping + first_row + token, mask=token < count, other=-1)
+        position = (first_position + token).to(tl.int64)
+        angle = cos_sin_cache + position[:, None] * cos_stride + half[None, :]
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        kc_row = key_cache + block * kc_stride_block + offset * kc_stride_slot
+        vc_row = value_cache + block * vc_stride_block + offset * vc_stride_slot
+
+        for first_head in tl.static_range(0, NUM_HEADS, HEADS):
+            head = first_head + row % HEADS
+            there = (slot >= 0) & (head < NUM_HEADS)
+            start = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_SIZE
+            target = (kc_row + head * kc_stride_head)[:, None]
+            dim_mask = there[:, None] & (dim < HEAD_SIZE)[None, :]
+            half_mask = there[:, None] & (half < ROTARY_DIM // 2)[None, :]
+            pair_mask = there[:, None] & (pair < ROTARY_DIM)[None, :]
+            rest = ROTARY_DIM + tl.arange(0, max(BLOCK_PASS, 1))
+            rest_mask = there[:, None] & (rest < HEAD_SIZE)[None, :]
+            if IS_NEOX:
+                x1 = tl.load(k + start + half[None, :], mask=half_mask)
+                x2 = tl.load(k + start + half[None, :] + ROTARY_DIM // 2, mask=half_mask)
+            else:
+                x = tl.load(k + start + pair[None, :], mask=pair_mask)
+            if BLOCK_PASS > 0:
+                passed = tl.load(k + start + rest[None, :], mask=rest_mask)
+            y = tl.load(v + start + dim[None, :], mask=dim_mask)
+            cos = tl.load(angle, mask=half_mask, other=0.0).to(tl.float32)
+            sin = tl.load(angle + ROTARY_DIM // 2, mask=half_mask, other=0.0).to(tl.float32)
+
+            if IS_NEOX:
+                x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+                y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+                cache_type = key_cache.dtype.element_ty
+                tl.store(target + half[None, :], y1.to(cache_type), mask=half_mask)
+                tl.store(target + half[None, :] + ROTARY_DIM // 2, y2.to(cache_type), mask=half_mask)
+            else:
+                x = tl.reshape(x.to(tl.float32), [UNIT_TOKENS * HEADS, BLOCK_HALF, 2])
+                x1, x2 = tl.split(x)
+                x = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+                x = tl.reshape(x, [UNIT_TOKENS * HEADS, 2 * BLOCK_HALF])
+                tl.store(target + pair[None, :], x.to(key_cache.dtype.element_ty), mask=pair_mask)
+            if BLOCK_PASS > 0:
+                tl.store(target + rest[None, :], passed, mask=rest_mask)
+            tl.store((vc_row + head * vc_stride_head)[:, None] + dim[None, :], y, mask=dim_mask)
+
+
+def launch(
+    addresses: torch.Tensor,
+    segments: torch.Tensor,
+    totals: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    is_neox_style: bool,
+    num_programs: int,
+) -> None:
+    """``segment_scatter`` without checks, for callers that made the tensors themselves."""
+    num_segments_max = segments.shape[0]
+    if num_segments_max == 0:
+        return
+    _, block_size, num_heads, head_size = key_cache.shape
+    rotary_dim = cos_sin_cache.shape[1]
+    if not use_triton(key_cache):
+        num_segments, dtype = int(totals[0]), key_cache.dtype
+        table = segments[:num_segments, :3].tolist()
+        stored = [
+            (_at(k, (count, num_heads, head_size), dtype), _at(v, (count, num_heads, head_size), dtype))
+            for (k, v), (count, _, _) in zip(addresses.tolist(), table, strict=False)
+        ]
+        segment_scatter_oracle(
+            stored, table, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+        )
+        return
+    # half of the bytes in flight are K's: 16 KiB of them at most, 64 bytes of K and V for a thread
+    row_bytes = UNIT_TOKENS * triton.next_power_of_2(head_size) * key_cache.element_size()
+    heads = max(1, min(triton.next_power_of_2(num_heads), 16384 // row_bytes))
+    _segment_scatter_kernel[(num_programs,)](
+        addresses,
+        segments,
+        totals,
+        slot_mapping,
+        cos_sin_cache,
+        key_cache,
+        value_cache,
+        cos_sin_cache.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        ROTARY_DIM=rotary_dim,
+        IS_NEOX=is_neox_style,
+        UNIT_TOKENS=UNIT_TOKENS,
+        HEADS=heads,
+        BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
+        BLOCK_PASS=triton.next_power_of_2(head_size - rotary_dim) if head_size > rotary_dim else 0,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        LOG_SEGMENTS=(num_segments_max - 1).bit_length(),
+        num_warps=16,
+    )
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over host memory that somebody else keeps."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_byte * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+register(
+    "segment_scatter(Tensor addresses, Tensor segments, Tensor totals, Tensor slot_mapping, "
+    "Tensor cos_sin_cache, Tensor(a!) key_cache, Tensor(b!) value_cache, bool is_neox_style, "
+    "int num_programs) -> ()",
+    launch,
+)
