@@ -259,7 +259,9 @@ def _segment_scatter_kernel(
     row = tl.arange(0, UNIT_TOKENS * HEADS)
     half = tl.arange(0, BLOCK_HALF)
     pair = tl.arange(0, 2 * BLOCK_HALF)
-    dim = tl.arange(0, BLOCK_D)
+    # V goes in halves too: in K's layout, so that one load of the slots serves both
+    low_dim = tl.arange(0, BLOCK_D // 2)
+    high_dim = low_dim + BLOCK_D // 2
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         # the last segment whose first unit is not behind this one; empty ones come before it
         low, high = num_segments * 0, num_segments
@@ -288,19 +290,22 @@ def _segment_scatter_kernel(
             there = (slot >= 0) & (head < NUM_HEADS)
             start = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_SIZE
             target = (kc_row + head * kc_stride_head)[:, None]
-            dim_mask = there[:, None] & (dim < HEAD_SIZE)[None, :]
             half_mask = there[:, None] & (half < ROTARY_DIM // 2)[None, :]
             pair_mask = there[:, None] & (pair < ROTARY_DIM)[None, :]
             rest = ROTARY_DIM + tl.arange(0, max(BLOCK_PASS, 1))
             rest_mask = there[:, None] & (rest < HEAD_SIZE)[None, :]
+            low_mask = there[:, None] & (low_dim < HEAD_SIZE)[None, :]
+            high_mask = there[:, None] & (high_dim < HEAD_SIZE)[None, :]
+            v1 = tl.load(v + start + low_dim[None, :], mask=low_mask)
+            v2 = tl.load(v + start + high_dim[None, :], mask=high_mask)
+            if BLOCK_PASS > 0:
+                passed = tl.load(k + start + rest[None, :], mask=rest_mask)
+            tl.debug_barrier()  # else ptxas moves these loads behind K's arithmetic
             if IS_NEOX:
                 x1 = tl.load(k + start + half[None, :], mask=half_mask)
                 x2 = tl.load(k + start + half[None, :] + ROTARY_DIM // 2, mask=half_mask)
             else:
                 x = tl.load(k + start + pair[None, :], mask=pair_mask)
-            if BLOCK_PASS > 0:
-                passed = tl.load(k + start + rest[None, :], mask=rest_mask)
-            y = tl.load(v + start + dim[None, :], mask=dim_mask)
             cos = tl.load(angle, mask=half_mask, other=0.0).to(tl.float32)
             sin = tl.load(angle + ROTARY_DIM // 2, mask=half_mask, other=0.0).to(tl.float32)
 
@@ -318,7 +323,9 @@ def _segment_scatter_kernel(
                 tl.store(target + pair[None, :], x.to(key_cache.dtype.element_ty), mask=pair_mask)
             if BLOCK_PASS > 0:
                 tl.store(target + rest[None, :], passed, mask=rest_mask)
-            tl.store((vc_row + head * vc_stride_head)[:, None] + dim[None, :], y, mask=dim_mask)
+            target = (vc_row + head * vc_stride_head)[:, None]
+            tl.store(target + low_dim[None, :], v1, mask=low_mask)
+            tl.store(target + high_dim[None, :], v2, mask=high_mask)
 
 
 def launch(
