@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 
+from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.ops.deviation import deviation
 from vllm_blend.ops.shift_scatter import shift_scatter
 from vllm_blend.ops.sparse_attention import (
@@ -113,24 +114,11 @@ def attention(
     if flash is not None:
         keys = torch.tensor([num_keys], dtype=torch.int32, device="cuda")
         common = dict(k=k, v=v, max_seqlen_k=num_keys, softmax_scale=scale, fa_version=3)
-        tiles = virtual_requests(
-            positions, starts, block_table, group=num_heads // num_kv_heads, max_seq_len=num_keys
-        )
+        tiles = virtual_requests(positions, starts, block_table, group=num_heads // num_kv_heads)
 
         def with_flash() -> None:
-            _, lse = flash(
-                q=query,
-                out=out,
-                cu_seqlens_q=tiles.query_start_loc,
-                max_seqlen_q=tiles.block_q,
-                seqused_k=tiles.seq_lens,
-                causal=False,
-                block_table=tiles.block_table,
-                num_splits=1,
-                return_softmax_lse=True,
-                **common,
-            )
-            sparse_attention_rest(query, *place, out, lse, scale=scale, max_seq_len=num_keys)
+            lse = flash_attention_3(query, k, v, out, tiles, num_keys, scale)
+            sparse_attention_rest(query, *place, out, lse, scale=scale)
 
         times["sparse_attention (FA3 prefix + rest)"] = (flop, with_flash)
         bottom_right = flop_per_key * num_rows * (num_keys - (num_rows - 1) / 2)

@@ -191,6 +191,42 @@ def test_blended_requests_in_one_batch_answer_as_alone(
     assert [together[0], together[2]] == alone
 
 
+@pytest.mark.parametrize("place", ["gpu", "pinned", "pageable"])
+def test_graphs_replay_what_the_layers_compute(
+    engine: Engine,
+    chunks: list[list[int]],
+    prompt: list[int],
+    question: list[int],
+    rounding: float,
+    place: str,
+) -> None:
+    """One graph serves steps of other rows, other KV in other places, and other numbers of requests."""
+    graphs = engine.model.graphs
+    if engine.llm.llm_engine.vllm_config.model_config.enforce_eager:
+        assert graphs is None
+        return
+    assert graphs is not None
+    old_kvs = engine.stored(chunks)
+    if place != "gpu":
+        old_kvs = [[t.cpu().pin_memory() if place == "pinned" else t.cpu() for t in p] for p in old_kvs]
+
+    def logits(kvs: Any, ratio: float) -> torch.Tensor:
+        with engine.blending(kvs, len(question), recomp_ratio=ratio):
+            return engine.run(prompt, max_tokens=1)[1]
+
+    ratios = (0.16, 0.3, 0.2, 0.16)
+    before = len(graphs)
+    replayed = [logits(old_kvs, ratio) for ratio in ratios]
+    assert (len(graphs) > 0) if place != "pageable" else (len(graphs) == before)
+    engine.model.graphs = None
+    try:
+        layer_by_layer = [logits(old_kvs, ratio) for ratio in ratios]
+    finally:
+        engine.model.graphs = graphs
+    for one, other in zip(replayed, layer_by_layer, strict=True):
+        assert relative_error(one, other) < 3 * rounding
+
+
 def test_windows_of_a_chunked_prefill(
     engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
 ) -> None:

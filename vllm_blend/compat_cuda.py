@@ -6,18 +6,23 @@
 ``CustomOp._forward_method``   swapped while a step blends: with inductor, ops default to code that is
     meant to be compiled, which run eagerly is ten launches where a fused kernel is one.
     Goes when CustomOp can be asked for its CUDA form per call.
+``torch.ops._vllm_fa3_C.fwd``   called as such: vLLM's ``flash_attn_varlen_func`` has no ``seqused_q``,
+    without which requests must stand in the order of their rows.
+    Goes when it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_blend.ops.sparse_attention import VirtualRequests
 
 
 def graph_reasons(vllm_config: VllmConfig) -> dict[str, bool]:
@@ -33,6 +38,14 @@ def graph_reasons(vllm_config: VllmConfig) -> dict[str, bool]:
         "breakable CUDA graphs": is_breakable_cudagraph_enabled(),
         "compilation mode STOCK_TORCH_COMPILE": compilation.mode == CompilationMode.STOCK_TORCH_COMPILE,
     }
+
+
+def uses_graphs(vllm_config: VllmConfig) -> bool:
+    """Whether the engine runs on CUDA with CUDA graphs (``enforce_eager`` turns them off)."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return vllm_config.device_config.device_type == "cuda" and mode != CUDAGraphMode.NONE
 
 
 def keep_plans_off_decode_graphs(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +72,62 @@ def fusable_ops(layers: torch.nn.Module) -> list[Any]:
         and type(op).forward_cuda is not CustomOp.forward_cuda
         and op._forward_method != op.forward_cuda
     ]
+
+
+def flash_attention_3(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    tiles: VirtualRequests,
+    max_seq_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """FlashAttention 3 of each tile over the keys that all its rows see, into ``out``.
+
+    Args:
+        query: ``[num_rows, num_heads, head_size]``.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``.
+        max_seq_len: a bound on the tiles' keys.
+
+    Returns:
+        Log of the sum of exponentials, ``[num_heads, num_rows]`` float32.
+    """
+    none = (None, None, None)
+    _, lse, _, _ = torch.ops._vllm_fa3_C.fwd(
+        query,
+        key_cache,
+        value_cache,
+        *none,  # new K, new V, a query for V
+        out,
+        tiles.starts,
+        None,  # starts of keys
+        None,  # starts of new keys
+        tiles.query_lens,
+        tiles.seq_lens,
+        tiles.block_q,
+        max_seq_len,
+        tiles.block_table,
+        None,  # index of each request in the cache
+        None,  # left padding
+        *none,  # cosines, sines and starts of a rotation
+        *none,  # scales of fp8
+        scale,
+        False,  # causal
+        -1,  # keys to the left
+        -1,  # keys to the right
+        0.0,  # soft cap
+        True,  # rotation interleaved
+        None,  # scheduler metadata
+        1,  # splits
+        None,  # pack the heads of a group: its choice
+        0,  # multiprocessors left free
+        None,  # sinks
+        1,  # context parallelism: size,
+        0,  # rank,
+        None,  # keys in all ranks
+    )
+    return cast(torch.Tensor, lse)
 
 
 @contextmanager

@@ -30,6 +30,9 @@ class Status(IntEnum):
     AFTER_CHECK = 2  # chosen rows only, over the fused cache
 
 
+WIDEST_LOAD = 16
+"""Bytes that a GPU loads at once; KV that it reads in place starts at a multiple of this."""
+
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 """K before RoPE and V of one layer, each ``[num_tokens, num_kv_heads, head_size]``."""
 
@@ -70,6 +73,27 @@ class StoredKV:
     @property
     def num_bytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self.described)
+
+    def addresses(self, start: int) -> torch.Tensor | None:
+        """Where a GPU finds each layer's K and V of token ``start``, ``[num_layers, 2]`` int64.
+
+        None where it cannot read them in place: in pageable memory, scattered, or not there yet.
+        """
+        if self.layers is not self.described:
+            return None
+        k = self.layers[0][0]
+        return None if self._first is None else self._first + start * k.stride(0) * k.element_size()
+
+    @cached_property
+    def _first(self) -> torch.Tensor | None:
+        tensors = [tensor for layer in self.layers for tensor in layer]
+        row = tensors[0][0].numel() if self.num_tokens else 0
+        for tensor in tensors:
+            if not tensor.is_contiguous() or not (tensor.is_cuda or tensor.is_pinned()):
+                return None
+            if tensor.data_ptr() % WIDEST_LOAD or row * tensor.element_size() % WIDEST_LOAD:
+                return None
+        return torch.tensor([tensor.data_ptr() for tensor in tensors]).view(-1, 2)
 
     def tokens(self, start: int, end: int) -> StoredKV:
         """The KV of tokens ``[start, end)`` of these; not copied. Waits for KV that comes late."""

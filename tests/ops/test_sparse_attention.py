@@ -130,18 +130,21 @@ def test_rest_completes_attention_over_virtual_requests(
         args["query_start_loc"],
         args["block_table"],
         group=group,
-        max_seq_len=length,
     )
     # dense attention of each virtual request: the part of FlashAttention
-    starts = tiles.query_start_loc.tolist()
-    assert starts[0] == 0 and starts[-1] == args["positions"].numel()
     out = torch.full_like(args["query"], float("nan"))
     lse = out.new_full((2 * group, out.shape[0]), float("nan"), dtype=torch.float32)
-    for tile, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        assert 0 <= end - start <= tiles.block_q
+    covered = torch.zeros(out.shape[0], dtype=torch.int64)
+    for tile, (start, rows_here) in enumerate(
+        zip(tiles.starts.tolist(), tiles.query_lens.tolist(), strict=False)
+    ):
+        assert 0 <= rows_here <= tiles.block_q
         num_keys = int(tiles.seq_lens[tile])
-        if start == end:
+        if not rows_here:
+            assert not num_keys
             continue
+        end = start + rows_here
+        covered[start:end] += 1
         assert num_keys == int(args["positions"][start]) + 1
         blocks = tiles.block_table[tile, : -(-num_keys // BLOCK_SIZE)].long()
         k, v = (
@@ -151,7 +154,8 @@ def test_rest_completes_attention_over_virtual_requests(
         scores = torch.einsum("qhd,khd->hqk", args["query"][start:end].float(), k) * scale
         lse[:, start:end] = scores.logsumexp(dim=-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(dtype)
-    sparse_attention_rest(**args, out=out, prefix_lse=lse, scale=scale, max_seq_len=length)
+    assert (covered == 1).all()
+    sparse_attention_rest(**args, out=out, prefix_lse=lse, scale=scale)
     assert_close(out, args | {"scale": scale})
 
 

@@ -16,7 +16,8 @@ class Fusion:
 
     Attributes:
         status: CHECK or AFTER_CHECK.
-        old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``.
+        old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; None:
+            they are in the paged cache already.
         positions: new position of each stored token, ``[num_chunk_rows]``.
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
@@ -24,7 +25,7 @@ class Fusion:
     """
 
     status: Status
-    old_kv: LayerKV
+    old_kv: LayerKV | None
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache_fuse_metadata: Any

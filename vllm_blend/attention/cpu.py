@@ -60,6 +60,8 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        if fusion.old_kv is None:
+            return
         k, v = fusion.old_kv
         # a copy: the stock op rotates in place, and stored KV must not change
         rotated, _ = self.rotary_emb(fusion.positions, k.flatten(1).clone())

@@ -8,18 +8,23 @@ sliding window makes the mask two-sided, ``sparse_attention`` does it all.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 from vllm_blend.attention.base import Fusion
+from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.core import BlendPlan, BlendStep
 from vllm_blend.ops import shift_scatter
 from vllm_blend.ops import sparse_attention as sparse
+from vllm_blend.ops.segment_scatter import SegmentTables
+
+FUSING_PROGRAMS = 16
+"""Multiprocessors that ``fuse_segments`` takes from the layers beside it; 8 fill PCIe."""
 
 
 @dataclass
@@ -73,6 +78,8 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        if fusion.old_kv is None:
+            return
         k, v = fusion.old_kv
         rotary = self.rotary_emb
         if type(rotary).forward_cuda is not RotaryEmbedding.forward_cuda:
@@ -90,6 +97,28 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
             key_cache,
             value_cache,
             rotary.is_neox_style,
+        )
+
+    @property
+    def fuses_segments(self) -> bool:
+        """Whether ``fuse_segments`` can stand for ``fuse``."""
+        return type(self.rotary_emb).forward_cuda is RotaryEmbedding.forward_cuda
+
+    def fuse_segments(
+        self, kv_cache: torch.Tensor, stored: SegmentTables, layer: int, slot_mapping: torch.Tensor
+    ) -> None:
+        """``fuse``, reading stored KV where it lies; ``slot_mapping`` is all rows'."""
+        key_cache, value_cache = self.caches(kv_cache)
+        torch.ops.vllm_blend.segment_scatter(
+            stored.addresses[layer],
+            stored.segments,
+            stored.totals,
+            slot_mapping,
+            self.rotary_emb._match_cos_sin_cache_dtype(key_cache),
+            key_cache,
+            value_cache,
+            self.rotary_emb.is_neox_style,
+            FUSING_PROGRAMS,
         )
 
     def attend(
@@ -113,23 +142,9 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
             caches = (key_cache, value_cache)
             sparse.launch(query, *caches, *place, output, self.scale, window, shape)
             return
-        _, lse = flash_attn_varlen_func(
-            q=query,
-            k=key_cache,
-            v=value_cache,
-            out=output,
-            cu_seqlens_q=tiles.query_start_loc,
-            max_seqlen_q=tiles.block_q,
-            seqused_k=tiles.seq_lens,
-            max_seqlen_k=metadata.max_seq_len,
-            softmax_scale=self.scale,
-            causal=False,
-            block_table=tiles.block_table,
-            num_splits=1,
-            return_softmax_lse=True,
-            fa_version=3,
-        )
-        shape = sparse.rest_tiles(metadata.max_seq_len)
+        max_seq_len = metadata.block_table.shape[1] * key_cache.shape[1]  # a bound is enough
+        lse = flash_attention_3(query, key_cache, value_cache, output, tiles, max_seq_len, self.scale)
+        shape = sparse.rest_tiles()
         sparse.launch(query, key_cache, value_cache, *place, output, self.scale, 0, shape, lse)
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,23 +173,31 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
                 shifted = stock.seq_lens[request] - (query_start_loc[request + 1] - index)
                 inside = (rows >= blended.row) & (rows < blended.row + blended.num_rows)
                 positions = torch.where(inside, shifted, positions)
-        query_start_loc = query_start_loc.to(torch.int32)
-        tiles = None
-        if impl.vllm_flash_attn_version == 3 and impl.sliding_window[0] < 0:
-            tiles = sparse.virtual_requests(
-                positions,
-                query_start_loc,
-                stock.block_table,
-                group=impl.num_queries_per_kv,
-                max_seq_len=stock.max_seq_len,
-            )
         values = {f.name: getattr(stock, f.name) for f in fields(FlashAttentionMetadata)}
         values |= dict(
             num_actual_tokens=num_rows,
-            query_start_loc=query_start_loc,
             slot_mapping=stock.slot_mapping[rows],
             scheduler_metadata=None,  # made for all rows
-            positions=positions,
-            tiles=tiles,
         )
-        return FlashAttentionBlendMetadata(**values)
+        metadata = FlashAttentionBlendMetadata(**values)
+        query_start_loc = query_start_loc.to(torch.int32)
+        return impl.at(metadata, positions, query_start_loc, stock.block_table)
+
+    def at(
+        self,
+        metadata: FlashAttentionBlendMetadata,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> FlashAttentionBlendMetadata:
+        """The metadata for other rows: last key of each, first row and blocks of each request."""
+        tiles = None
+        if self.vllm_flash_attn_version == 3 and self.sliding_window[0] < 0:
+            tiles = sparse.virtual_requests(
+                positions, query_start_loc, block_table, group=self.num_queries_per_kv
+            )
+        metadata = copy(metadata)
+        metadata.num_actual_tokens = positions.shape[0]
+        metadata.positions, metadata.tiles = positions, tiles
+        metadata.query_start_loc, metadata.block_table = query_start_loc, block_table
+        return metadata

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion
-from vllm_blend.core import BlendStep, Status, StepRequest
+from vllm_blend.core import BlendStep, LayerKV, Status, StepRequest, StoredKV
 from vllm_blend.models.load import StoredLayers
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive stored tokens of a step that a GPU can read where they lie.
+
+    Attributes:
+        num_tokens: of the segment.
+        position: of its first token in its prompt.
+        row: of its first token in the step.
+        addresses: of its first K and first V element, ``[num_layers, 2]`` int64.
+        kv: what it is a part of.
+    """
+
+    num_tokens: int
+    position: int
+    row: int
+    addresses: torch.Tensor
+    kv: StoredKV
 
 
 class Frame:
@@ -36,7 +55,7 @@ class Frame:
         self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
-        self._kept_context = replace(context, attn_metadata={}, slot_mapping={})
+        self._kept_context = self.kept_context()
         first_layer = min((r.settings.check_layers[0] for r in step.blended), default=num_layers)
         self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer)
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
@@ -99,7 +118,7 @@ class Frame:
         other.rows, other.positions = self.rows[at], self.positions[at]
         other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
         other.stored = StoredLayers([request], self.rows.device, self._num_layers, first_layer)
-        other._kept_context = replace(self._context, attn_metadata={}, slot_mapping={})
+        other._kept_context = self.kept_context()
         other._places, other._described = {}, {}
         return other
 
@@ -120,13 +139,10 @@ class Frame:
         """The stored KV of one layer and where it goes."""
         positions, slot_mapping, _ = self._place(attn)
         old_kvs = [self.stored.old_kv(request, layer) for request in self._to_fuse()]
-        if not old_kvs:
-            none = self.rows.new_empty((0, attn.num_kv_heads, attn.head_size), dtype=attn.dtype)
-            return Fusion(status, (none, none), positions, slot_mapping, cache_fuse_metadata)
-        k, v = old_kvs[0]
+        old_kv: LayerKV | None = old_kvs[0] if old_kvs else None
         if len(old_kvs) > 1:
-            k, v = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
-        return Fusion(status, (k, v), positions, slot_mapping, cache_fuse_metadata)
+            old_kv = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
+        return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata)
 
     @contextmanager
     def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:
@@ -135,7 +151,7 @@ class Frame:
             yield
             return
         name = attn.layer_name
-        metadata = copy(self._describe(attn))
+        metadata = copy(self.describe(attn))
         metadata.fusion = fusion
         self._kept_context.attn_metadata[name] = metadata
         self._kept_context.slot_mapping[name] = self._place(attn)[2]
@@ -151,6 +167,45 @@ class Frame:
         context = replace(self._context, attn_metadata={name: None}, slot_mapping={name: slot_mapping})
         with override_forward_context(context):
             yield
+
+    def segments(self) -> list[Segment] | None:
+        """The stored KV that is not in the cache yet; None if a GPU cannot read it where it lies."""
+        found = []
+        for request in self._to_fuse():
+            for span, lo, hi in request.windows:
+                addresses = span.kv.addresses(lo - span.start)
+                if addresses is None:
+                    return None
+                row = request.row + lo - request.position
+                found.append(Segment(hi - lo, lo, row, addresses, span.kv))
+        return found
+
+    def all_fused(self) -> None:
+        """Notes that all stored KV of the layers to come is in the cache."""
+        self.fused |= self.kept.keys()
+        self._places.clear()
+
+    def share_tables(self, attns: Iterable[Any]) -> bool:
+        """Whether these layers have slots and blocks in common."""
+        names = [attn.layer_name for attn in attns]
+        tables = (self._context.slot_mapping, self._context.attn_metadata)
+        return all(len({id(table[name]) for name in names}) == 1 for table in tables)
+
+    def slots(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of all rows of the step, and of the kept rows."""
+        slot_mapping = self._context.slot_mapping[attn.layer_name]
+        return slot_mapping[: self.step.num_rows], slot_mapping[self.rows]
+
+    def kept_context(self) -> ForwardContext:
+        """A forward context without rows: vLLM's own but for what describes them."""
+        return replace(self._context, attn_metadata={}, slot_mapping={})
+
+    def describe(self, attn: Any) -> Any:
+        """The backend's metadata for the kept rows; shared by layers that share the stock one."""
+        stock = self._context.attn_metadata[attn.layer_name]
+        if id(stock) not in self._described:
+            self._described[id(stock)] = attn.impl.metadata(attn, stock, self.step, self.rows)
+        return self._described[id(stock)]
 
     def _to_fuse(self) -> list[StepRequest]:
         """The blended requests whose stored KV goes to the cache layer by layer."""
@@ -174,10 +229,3 @@ class Frame:
                 slot_mapping[self.rows],
             )
         return self._places[id(slot_mapping)]
-
-    def _describe(self, attn: Any) -> Any:
-        """The backend's metadata for the kept rows; shared by layers that share the stock one."""
-        stock = self._context.attn_metadata[attn.layer_name]
-        if id(stock) not in self._described:
-            self._described[id(stock)] = attn.impl.metadata(attn, stock, self.step, self.rows)
-        return self._described[id(stock)]

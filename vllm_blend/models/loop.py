@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
@@ -26,6 +26,9 @@ from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
 from vllm_blend.select import View, choose_rows, num_kept
 
+if TYPE_CHECKING:
+    from vllm_blend.models.graph import AfterCheckGraphs
+
 
 class BlendModel(torch.nn.Module):
     """Mixin for vLLM's inner models (``LlamaModel`` and its kin).
@@ -38,6 +41,7 @@ class BlendModel(torch.nn.Module):
         blend_step: set by the runner's hook for a step that blends or collects, else None.
         fusable_ops: vLLM's ops that a blend step runs in their CUDA form.
         chunks: a server's chunks.
+        graphs: CUDA graphs of the layers after the check, where the engine uses graphs.
     """
 
     # of vLLM's inner models
@@ -54,6 +58,7 @@ class BlendModel(torch.nn.Module):
     blend_step: BlendStep | None
     fusable_ops: list[Any]
     chunks: ChunkKV
+    graphs: AfterCheckGraphs | None
 
     def __call__(
         self,
@@ -76,14 +81,21 @@ class BlendModel(torch.nn.Module):
         output = torch.zeros_like(hidden)
         residual: torch.Tensor | None = None
         frame = Frame(step, positions, get_forward_context(), len(self.layers))
+        done = range(0)  # layers that a CUDA graph did
 
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer)):
+            if index in done:
+                continue
             status = frame.status(index)
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
                 take = choose(frame, index, self.layers, hidden, residual)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
+                if self.graphs is not None and (plan := self.graphs.plan(frame, index)):
+                    hidden, residual = self.graphs.run(frame, plan, hidden, residual)
+                    done = plan.layers
+                    continue
             attn, fusion = layer.self_attn.attn, None
             if status >= Status.CHECK:
                 fusion = frame.fusion(index, attn, status, self.cache_fuse_metadata)
@@ -151,6 +163,7 @@ def enable_blending(
     model.old_kvs = None
     model.blend_step = None
     model.chunks = ChunkKV()
+    model.graphs = None
     model.fusable_ops = compat_cuda.fusable_ops(model.layers)
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:
@@ -179,4 +192,11 @@ def prepare_layers(model: Any, vllm_config: VllmConfig) -> str | None:
         head_size=attns[0].head_size,
         dtype=vllm_config.model_config.dtype,
     )
+    if compat_cuda.uses_graphs(vllm_config) and all(hasattr(i, "fuse_segments") for i in impls):
+        from vllm_blend.models.graph import AfterCheckGraphs
+
+        scheduler = vllm_config.scheduler_config
+        model.graphs = AfterCheckGraphs(
+            model.layers, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        )
     return None

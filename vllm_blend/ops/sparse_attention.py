@@ -87,7 +87,6 @@ def sparse_attention_rest(
     prefix_lse: torch.Tensor,
     *,
     scale: float,
-    max_seq_len: int,
 ) -> None:
     """Completes ``out``: adds the keys that ``virtual_requests`` left out.
 
@@ -97,7 +96,6 @@ def sparse_attention_rest(
     Args:
         out: what that kernel returned, ``[num_rows, num_heads, head_size]``; overwritten.
         prefix_lse: log of the sum of its exponentials (natural), ``[num_heads, num_rows]`` float32.
-        max_seq_len: a bound on position + 1; the same as for ``virtual_requests``.
 
     Raises:
         ValueError: names the argument that does not fit.
@@ -116,7 +114,6 @@ def sparse_attention_rest(
         out,
         prefix_lse,
         scale,
-        max_seq_len,
     )
 
 
@@ -457,14 +454,20 @@ def _sparse_attention_kernel(
 class VirtualRequests:
     """Tiles of rows as requests of a kernel without masks: what all rows of a tile see.
 
+    Later tiles come first, as they see more keys: a kernel that takes requests in their order ends with
+    the short ones.
+
     Attributes:
-        query_start_loc: first row of each tile, then ``num_rows``, ``[num_tiles + 1]`` int32.
+        starts: first row of each tile, and one more number, which kernels want: ``[num_tiles + 1]``
+            int32.
+        query_lens: rows of each tile; a request's last tile has fewer, or none: ``[num_tiles]`` int32.
         seq_lens: keys of each tile, up to its first row's position, ``[num_tiles]`` int32.
         block_table: ``[num_tiles, max_num_blocks]`` int32.
-        block_q: rows of a tile; a request's last tile has fewer, or none.
+        block_q: rows of a tile at most.
     """
 
-    query_start_loc: torch.Tensor
+    starts: torch.Tensor
+    query_lens: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     block_q: int
@@ -476,25 +479,27 @@ def virtual_requests(
     block_table: torch.Tensor,
     *,
     group: int,
-    max_seq_len: int,
 ) -> VirtualRequests:
     """The tiles of ``sparse_attention_rest`` as requests; does not wait for the device.
 
     Args:
-        group: query heads of a KV head. Others as ``sparse_attention``'s.
+        group: query heads of a KV head. Others as ``sparse_attention``'s; rows that no request has may
+            follow the last one.
     """
-    block_q = rest_tiles(max_seq_len).block_q(group)
+    block_q = rest_tiles().block_q(group)
     num_rows, num_reqs = positions.shape[0], block_table.shape[0]
-    tile = torch.arange(num_rows // block_q + num_reqs, device=positions.device)
+    tile = torch.arange(num_rows // block_q + num_reqs - 1, -1, -1, device=positions.device)
     index = torch.arange(num_reqs, device=positions.device)
     first_tile = query_start_loc[:-1] // block_q + index
     request = torch.searchsorted(first_tile, tile, right=True) - 1
     start, end = query_start_loc[request], query_start_loc[request + 1]
     first_row = torch.minimum(start + (tile - first_tile[request]) * block_q, end)
+    query_lens = (end - first_row).clamp(max=block_q)
     seq_lens = positions[first_row.clamp(max=num_rows - 1)] + 1
     return VirtualRequests(
-        torch.cat([first_row, query_start_loc[-1:]]).to(torch.int32),
-        torch.where(first_row < end, seq_lens, 0).to(torch.int32),
+        torch.cat([first_row, first_row[-1:]]).to(torch.int32),
+        query_lens.to(torch.int32),
+        torch.where(query_lens > 0, seq_lens, 0).to(torch.int32),
         block_table[request],
         block_q,
     )
@@ -532,13 +537,11 @@ def choose_tiles(query: torch.Tensor, num_kv_heads: int) -> Tiles:
     return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2, heads_abreast=num_kv_heads)
 
 
-def rest_tiles(max_seq_len: int) -> Tiles:
-    """Tiles of ``sparse_attention_rest``; large ones leave more to it, but read the prefix less."""
+def rest_tiles() -> Tiles:
+    """Tiles of ``sparse_attention_rest``; larger ones leave more to it, but read the prefix less."""
     if INTERPRETED:
         return Tiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    if max_seq_len < 24576:
-        return Tiles(block_m=128, block_n=64, num_warps=8, num_stages=2)
-    return Tiles(block_m=256, block_n=32, num_warps=8, num_stages=2)
+    return Tiles(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
 
 def launch(
@@ -660,7 +663,6 @@ def _run_rest(
     out: torch.Tensor,
     prefix_lse: torch.Tensor,
     scale: float,
-    max_seq_len: int,
 ) -> None:
     if query.shape[0] == 0:
         return
@@ -680,14 +682,13 @@ def _run_rest(
         out,
         scale,
         0,
-        rest_tiles(max_seq_len),
+        rest_tiles(),
         prefix_lse,
     )
 
 
 register(
     "sparse_attention_rest(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, "
-    "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, Tensor prefix_lse, float scale, "
-    "int max_seq_len) -> ()",
+    "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, Tensor prefix_lse, float scale) -> ()",
     _run_rest,
 )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_blend.core import Status
 
@@ -45,6 +46,26 @@ def project(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> Project
     size = (qkv.shape[0], -1, attn.head_size)
     q, k, v = qkv.split([layer.self_attn.q_size, kv_size, kv_size], dim=-1)
     return Projection(q.view(size), k.view(size), v.view(size))
+
+
+def project_v(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
+    """V alone, a small part of the product; None where the weight has no rows of its own for it.
+
+    Quantized weights do not, nor those that vLLM packs for a CPU. Arguments as ``project``'s.
+    """
+    proj, attn = layer.self_attn.qkv_proj, layer.self_attn.attn
+    kv_size = layer.self_attn.kv_size
+    num_rows = layer.self_attn.q_size + 2 * kv_size
+    if not (
+        hidden.is_cuda
+        and isinstance(proj.quant_method, UnquantizedLinearMethod)
+        and proj.weight.shape == (num_rows, hidden.shape[1])
+    ):
+        return None
+    normed, _ = layer.input_layernorm(hidden, residual)
+    bias = None if proj.bias is None else proj.bias[-kv_size:]
+    v = torch.nn.functional.linear(normed, proj.weight[-kv_size:], bias)
+    return v.view(v.shape[0], -1, attn.head_size)
 
 
 def normed_heads(self_attn: Any, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +128,7 @@ def attention_ahead(view: View) -> torch.Tensor | None:
         layer = view.layers[index]
         attn = layer.self_attn.attn
         fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
+        assert fusion.old_kv is not None
         k = fusion.old_kv[0]
         k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
         with frame.context(attn, fusion), watching(attn, k, total):

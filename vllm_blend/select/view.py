@@ -54,6 +54,14 @@ class View:
         return question.project(self.layers[self.index], self.hidden[self.at], self.residual[self.at])
 
     @cached_property
+    def fresh_v(self) -> torch.Tensor:
+        """V of the candidates, ``[num_candidates, num_kv_heads, head_size]``."""
+        if "fresh" in self.__dict__:
+            return self.fresh.v
+        v = question.project_v(self.layers[self.index], self.hidden[self.at], self.residual[self.at])
+        return self.fresh.v if v is None else v
+
+    @cached_property
     def fresh_k(self) -> torch.Tensor:
         """K of the candidates as RoPE gets it, ``[num_candidates, num_kv_heads, head_size]``."""
         return question.normed_heads(self.layers[self.index].self_attn, "k", self.fresh.k)
@@ -71,7 +79,7 @@ class View:
     @cached_property
     def v_deviation(self) -> torch.Tensor:
         """Squared distance of fresh to stored V, ``[num_candidates]`` float32."""
-        return deviation(self.fresh.v, self.stored_v)
+        return deviation(self.fresh_v, self.stored_v)
 
     @cached_property
     def k_deviation(self) -> torch.Tensor:
