@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from vllm_blend.core import BlendStep, LayerKV, Status
+
+if TYPE_CHECKING:
+    from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSegments:
+    """A layer's stored KV as a GPU reads it where it lies (``ops/segment_scatter.py``).
+
+    Attributes:
+        tables: where each segment lies and goes.
+        layer: which of the tables' layers.
+        slot_mapping: slots of all rows of the step, ``[num_rows]``; -1 where a kept row's fresh K and V
+            go instead.
+        num_programs: multiprocessors to use; as many as there are, or few beside other kernels.
+    """
+
+    tables: SegmentTables
+    layer: int
+    slot_mapping: torch.Tensor
+    num_programs: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,8 +37,8 @@ class Fusion:
 
     Attributes:
         status: CHECK or AFTER_CHECK.
-        old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; None:
-            they are in the paged cache already.
+        old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; or the
+            same as segments; or None: they are in the paged cache already.
         positions: new position of each stored token, ``[num_chunk_rows]``.
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
@@ -25,7 +46,7 @@ class Fusion:
     """
 
     status: Status
-    old_kv: LayerKV | None
+    old_kv: LayerKV | StoredSegments | None
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache_fuse_metadata: Any
@@ -36,6 +57,9 @@ class BlendAttention(Protocol):
 
     rotary_emb: torch.nn.Module
     """The model's own rotary module of this layer."""
+
+    fuses_segments: bool
+    """Whether stored KV may come as ``StoredSegments``."""
 
     @staticmethod
     def metadata(attn: Any, stock: Any, step: BlendStep, rows: torch.Tensor) -> Any:

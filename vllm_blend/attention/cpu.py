@@ -30,6 +30,7 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
     """CPU attention that fuses stored KV into the paged cache before it attends."""
 
     rotary_emb: torch.nn.Module
+    fuses_segments = False
 
     def forward(
         self,
@@ -62,6 +63,7 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
         if fusion.old_kv is None:
             return
+        assert isinstance(fusion.old_kv, tuple)  # segments are for GPUs
         k, v = fusion.old_kv
         # a copy: the stock op rotates in place, and stored KV must not change
         rotated, _ = self.rotary_emb(fusion.positions, k.flatten(1).clone())

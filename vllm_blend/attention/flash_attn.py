@@ -16,15 +16,11 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from vllm_blend.attention.base import Fusion
+from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.core import BlendPlan, BlendStep
 from vllm_blend.ops import shift_scatter
 from vllm_blend.ops import sparse_attention as sparse
-from vllm_blend.ops.segment_scatter import SegmentTables
-
-FUSING_PROGRAMS = 16
-"""Multiprocessors that ``fuse_segments`` takes from the layers beside it; 8 fill PCIe."""
 
 
 @dataclass
@@ -80,6 +76,9 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
         if fusion.old_kv is None:
             return
+        if isinstance(fusion.old_kv, StoredSegments):
+            self.fuse_segments(kv_cache, fusion.old_kv)
+            return
         k, v = fusion.old_kv
         rotary = self.rotary_emb
         if type(rotary).forward_cuda is not RotaryEmbedding.forward_cuda:
@@ -101,24 +100,22 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
 
     @property
     def fuses_segments(self) -> bool:
-        """Whether ``fuse_segments`` can stand for ``fuse``."""
+        """Whether stored KV may come as segments."""
         return type(self.rotary_emb).forward_cuda is RotaryEmbedding.forward_cuda
 
-    def fuse_segments(
-        self, kv_cache: torch.Tensor, stored: SegmentTables, layer: int, slot_mapping: torch.Tensor
-    ) -> None:
-        """``fuse``, reading stored KV where it lies; ``slot_mapping`` is all rows'."""
+    def fuse_segments(self, kv_cache: torch.Tensor, stored: StoredSegments) -> None:
+        """``fuse``, reading stored KV where it lies."""
         key_cache, value_cache = self.caches(kv_cache)
         torch.ops.vllm_blend.segment_scatter(
-            stored.addresses[layer],
-            stored.segments,
-            stored.totals,
-            slot_mapping,
+            stored.tables.addresses[stored.layer],
+            stored.tables.segments,
+            stored.tables.totals,
+            stored.slot_mapping,
             self.rotary_emb._match_cos_sin_cache_dtype(key_cache),
             key_cache,
             value_cache,
             self.rotary_emb.is_neox_style,
-            FUSING_PROGRAMS,
+            stored.num_programs,
         )
 
     def attend(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_blend.attention.base import Fusion
+from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import BlendStep, LayerKV, Status, StepRequest, StoredKV
 from vllm_blend.models.load import StoredLayers
+
+if TYPE_CHECKING:
+    from vllm_blend.ops.segment_scatter import SegmentTables
+
+ALL_PROGRAMS = 264
+"""Of a launch that has the GPU to itself: two for each multiprocessor of a large one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +39,12 @@ class Segment:
     row: int
     addresses: torch.Tensor
     kv: StoredKV
+
+
+def tabulated(segments: Sequence[Segment]) -> tuple[list[tuple[int, int, int]], torch.Tensor]:
+    """What ``SegmentTables.fill`` takes."""
+    where = [(segment.num_tokens, segment.position, segment.row) for segment in segments]
+    return where, torch.stack([segment.addresses for segment in segments], dim=1)
 
 
 class Frame:
@@ -59,6 +71,7 @@ class Frame:
         first_layer = min((r.settings.check_layers[0] for r in step.blended), default=num_layers)
         self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer)
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
+        self._segment_tables: SegmentTables | None = None
         self._described: dict[int, Any] = {}  # by id of the stock metadata
 
     def status(self, layer: int) -> Status:
@@ -93,6 +106,7 @@ class Frame:
         self.rows, self.positions = rows, self._all_positions[rows]
         self._places.clear()
         self._described.clear()
+        self._segment_tables = None  # more requests may have stored KV to fuse now
         return take
 
     def narrow(self, at: torch.Tensor) -> torch.Tensor:
@@ -102,8 +116,9 @@ class Frame:
         take = torch.nonzero_static(stays, size=self.rows.numel() - at.numel()).flatten()
         self.rows, self.positions = self.rows[take], self.positions[take]
         self._described.clear()
-        for key, (positions, slots, kept_slots) in self._places.items():
-            self._places[key] = positions, slots, kept_slots[take]  # stored KV still spares `at`
+        for key, (positions, chunk_slots, kept_slots, slots) in self._places.items():
+            # stored KV still spares `at`
+            self._places[key] = positions, chunk_slots, kept_slots[take], slots
         return take
 
     def alone(self, request: StepRequest, at: torch.Tensor, first_layer: int) -> Frame:
@@ -119,7 +134,7 @@ class Frame:
         other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
         other.stored = StoredLayers([request], self.rows.device, self._num_layers, first_layer)
         other._kept_context = self.kept_context()
-        other._places, other._described = {}, {}
+        other._places, other._described, other._segment_tables = {}, {}, None
         return other
 
     def results(self) -> dict[str, Any]:
@@ -135,13 +150,26 @@ class Frame:
             "kv_cache_dtype": self.step.kv_cache_dtype,
         }
 
-    def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
-        """The stored KV of one layer and where it goes."""
-        positions, slot_mapping, _ = self._place(attn)
-        old_kvs = [self.stored.old_kv(request, layer) for request in self._to_fuse()]
-        old_kv: LayerKV | None = old_kvs[0] if old_kvs else None
-        if len(old_kvs) > 1:
-            old_kv = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
+    def fusion(
+        self,
+        layer: int,
+        attn: Any,
+        status: Status,
+        cache_fuse_metadata: Any,
+        in_place: bool = True,
+    ) -> Fusion:
+        """The stored KV of one layer and where it goes; ``in_place``: it may be left where it lies."""
+        positions, slot_mapping, _, slots = self._place(attn)
+        old_kv: LayerKV | StoredSegments | None = None
+        if in_place and attn.impl.fuses_segments and (tables := self._tables()) is not None:
+            old_kv = StoredSegments(tables, layer, slots, ALL_PROGRAMS)
+        else:
+            self.stored.read_ahead(layer)
+            old_kvs = [self.stored.old_kv(request, layer) for request in self._to_fuse()]
+            if len(old_kvs) == 1:
+                old_kv = old_kvs[0]
+            elif old_kvs:
+                old_kv = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
         return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata)
 
     @contextmanager
@@ -184,6 +212,7 @@ class Frame:
         """Notes that all stored KV of the layers to come is in the cache."""
         self.fused |= self.kept.keys()
         self._places.clear()
+        self._segment_tables = None
 
     def share_tables(self, attns: Iterable[Any]) -> bool:
         """Whether these layers have slots and blocks in common."""
@@ -207,6 +236,20 @@ class Frame:
             self._described[id(stock)] = attn.impl.metadata(attn, stock, self.step, self.rows)
         return self._described[id(stock)]
 
+    def _tables(self) -> SegmentTables | None:
+        """Tables of the stored KV that is not in the cache yet, where all of it is on the GPU."""
+        if self._segment_tables is None:
+            segments = self.segments()
+            if not segments or not all(segment.kv.described[0][0].is_cuda for segment in segments):
+                return None
+            from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
+
+            self._segment_tables = SegmentTables(
+                len(segments), self.step.num_rows, self._num_layers, self.rows.device
+            )
+            self._segment_tables.fill(*tabulated(segments))
+        return self._segment_tables
+
     def _to_fuse(self) -> list[StepRequest]:
         """The blended requests whose stored KV goes to the cache layer by layer."""
         return [request for request in self.kept if request not in self.fused]
@@ -216,7 +259,7 @@ class Frame:
 
         Returns:
             Positions of the rows that stored KV stands for, their slots (-1 where a kept row's fresh
-            KV goes), and the slots of the kept rows.
+            KV goes), the slots of the kept rows, and the second for all rows of the step.
         """
         slot_mapping = self._context.slot_mapping[attn.layer_name]
         if id(slot_mapping) not in self._places:
@@ -227,5 +270,6 @@ class Frame:
                 self._all_positions[chunk_rows],
                 slots[chunk_rows],
                 slot_mapping[self.rows],
+                slots,
             )
         return self._places[id(slot_mapping)]

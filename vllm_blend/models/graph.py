@@ -6,8 +6,9 @@ a step then copies its rows and where they stand into fixed tensors, and launche
 layers, the graph has a branch that writes stored KV to the paged cache, layer by layer, from wherever
 it lies: GPU memory or pinned host memory.
 
-Steps that cannot be replayed run layer by layer (``loop.py``): collecting, KV still being loaded or in
-pageable memory, a first layer that reads another slot mapping, more rows than MAX_ROWS.
+Other steps run layer by layer (``loop.py``): those of more than MAX_ROWS rows, which a GPU takes longer
+to compute than the host to launch, and those that cannot be replayed: collecting, KV that is still
+being loaded or lies in pageable memory, layers with other slots than the rest.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_blend.attention.base import Fusion
+from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import Status
-from vllm_blend.models.frame import Frame, Segment
+from vllm_blend.models.frame import Frame, Segment, tabulated
 from vllm_blend.ops.segment_scatter import SegmentTables
 
 logger = logging.getLogger("vllm.vllm_blend")
@@ -30,9 +31,14 @@ logger = logging.getLogger("vllm.vllm_blend")
 ROW_STEP = 128
 """Rows are padded to a multiple of this: what a tile of a matrix product holds."""
 
-MAX_ROWS = 8192
+MAX_ROWS = 1024
+"""Steps of more rows keep the GPU busy without a graph."""
+
 MAX_SEGMENTS = 256
 MAX_GRAPHS = 64
+
+BRANCH_PROGRAMS = 16
+"""Multiprocessors that writing stored KV takes from the layers beside it; 8 fill PCIe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +167,8 @@ class AfterCheckGraphs:
         with torch.cuda.stream(self._branch):
             for index in range(shape.layers[0], len(self._layers)):
                 attn = self._layers[index].self_attn.attn
-                attn.impl.fuse_segments(attn.kv_cache, inputs.stored, index, inputs.all_slots)
+                stored = StoredSegments(inputs.stored, index, inputs.all_slots, BRANCH_PROGRAMS)
+                attn.impl.fuse_segments(attn.kv_cache, stored)
                 written.append(self._branch.record_event())
 
         rows = slice(shape.num_rows)
@@ -235,9 +242,10 @@ class AfterCheckGraphs:
         )
 
     def _fill_stored(self, inputs: Inputs, plan: GraphPlan) -> None:
-        segments = [(s.num_tokens, s.position, s.row) for s in plan.segments]
-        addresses = [s.addresses for s in plan.segments]
-        inputs.stored.fill(segments, torch.stack(addresses, dim=1) if addresses else [])
+        if plan.segments:
+            inputs.stored.fill(*tabulated(plan.segments))
+        else:
+            inputs.stored.fill([], [])
 
     def _fill_rows(
         self,

@@ -44,20 +44,22 @@ class StoredLayers:
         self._stream = _copy_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the buffers may be in use yet
         self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
-        self._read_ahead()
+        self._read(first_layer + 1)
+
+    def read_ahead(self, layer: int) -> None:
+        """Starts to read ``layer`` and those after it, into the buffers of layers before it."""
+        if self._on_host:
+            self._layer = layer
+            self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
+            self._read(layer + AHEAD)
 
     def old_kv(self, request: StepRequest, layer: int) -> LayerKV:
-        """K and V of the request's ``chunk_rows``; layers must be asked for in order."""
+        """K and V of the request's ``chunk_rows``; of the first layer, or one that is read ahead."""
         if request not in self._on_host:
             k, v = request.old_kv(layer)
             device = request.device
             return k.to(device), v.to(device)
-        stream = torch.cuda.current_stream(request.device)
-        if layer > self._layer:
-            self._layer = layer
-            self._stream.wait_stream(stream)  # earlier layers' buffers are free after that
-            self._read_ahead()
-        stream.wait_event(self._ready[layer % AHEAD])
+        torch.cuda.current_stream(request.device).wait_event(self._ready[layer % AHEAD])
         start = 0
         for other in self._on_host:
             end = start + other.chunk_rows.numel()
@@ -67,8 +69,8 @@ class StoredLayers:
             start = end
         raise AssertionError("unreachable")
 
-    def _read_ahead(self) -> None:
-        end = min(self._layer + AHEAD, self._num_layers)
+    def _read(self, end: int) -> None:
+        end = min(end, self._num_layers)
         with torch.cuda.stream(self._stream):
             for layer in range(max(self._next, self._layer), end):
                 row = 0

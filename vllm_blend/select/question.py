@@ -127,8 +127,8 @@ def attention_ahead(view: View) -> torch.Tensor | None:
     for index in range(view.index, len(view.layers)):
         layer = view.layers[index]
         attn = layer.self_attn.attn
-        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
-        assert fusion.old_kv is not None
+        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None, in_place=False)
+        assert isinstance(fusion.old_kv, tuple)
         k = fusion.old_kv[0]
         k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
         with frame.context(attn, fusion), watching(attn, k, total):
