@@ -1,8 +1,83 @@
-"""Packaging. How to install it for a GPU: requirements.txt; for a CPU: `make demo`."""
+"""Packaging. How to install it for a GPU: requirements.txt; for a CPU: `make demo`.
 
+The CUDA twins of some Triton kernels (csrc/) are built where nvcc and a CUDA build of torch are there
+(`pip install --no-build-isolation`); the package works without them. VLLM_BLEND_BUILD_CUDA=0 leaves
+them out, 1 makes it an error if they cannot be built.
+"""
+
+import os
 import pathlib
+import shutil
+import sys
+from typing import Any
 
 from setuptools import find_packages, setup
+
+BUILDS = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
+
+
+def extension() -> dict[str, Any]:
+    """setup()'s arguments for vllm_blend/_C.abi3.so; none where it cannot be built."""
+    wish = os.environ.get("VLLM_BLEND_BUILD_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"VLLM_BLEND_BUILD_CUDA is {wish!r}; expected 0 or 1")
+    if not BUILDS & set(sys.argv):
+        return {}
+    reason = "VLLM_BLEND_BUILD_CUDA=0" if wish == "0" else missing()
+    if reason:
+        if wish == "1":
+            raise SystemExit(f"VLLM_BLEND_BUILD_CUDA=1, but {reason}")
+        print(f"vllm_blend: without CUDA C++ ops, Triton's serve instead ({reason})")
+        return {}
+
+    from torch.utils.cpp_extension import BuildExtension, CUDAExtension
+
+    class Build(BuildExtension):  # type: ignore[misc]
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except Exception as error:
+                if wish == "1":
+                    raise
+                print(f"vllm_blend: without CUDA C++ ops, Triton's serve instead (failed: {error})")
+                self.extensions.clear()
+
+    # compute_80 and sm_90 run on Ampere to Hopper; later GPUs compile the PTX when they load it
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    stable = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # torch 2.10 or later
+    module = CUDAExtension(
+        "vllm_blend._C",
+        sorted(str(path) for end in ("cpp", "cu") for path in pathlib.Path("csrc").glob(f"*.{end}")),
+        depends=sorted(str(path) for path in pathlib.Path("csrc").glob("*.*h")),
+        extra_compile_args={"cxx": ["-O3", *stable], "nvcc": ["-O3", *stable]},
+        py_limited_api=True,  # it has nothing of Python's: one file for every version
+    )
+    return dict(
+        ext_modules=[module],
+        cmdclass={"build_ext": Build},
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    )
+
+
+def missing() -> str:
+    """What the extension lacks; torch is imported last, which takes seconds."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not shutil.which("nvcc", path=os.path.join(home, "bin") if home else None):
+        return f"no nvcc in {home}/bin" if home else "no nvcc"
+    try:
+        import torch
+        import torch.utils.cpp_extension
+    except ImportError:
+        return "no torch to build with: pip install --no-build-isolation"
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if torch.version.cuda is None or torch.version.hip is not None:
+        return f"torch {torch.__version__} is not built for CUDA"
+    if version < (2, 10):
+        return f"torch {torch.__version__} is older than 2.10"
+    if torch.utils.cpp_extension.CUDA_HOME is None:
+        return "torch does not find nvcc: set CUDA_HOME"
+    return ""
+
 
 readme = pathlib.Path(__file__).with_name("README.md")
 
@@ -36,4 +111,5 @@ setup(
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
+    **extension(),
 )
