@@ -6,10 +6,15 @@
 ``CustomOp._forward_method``   swapped while a step blends: with inductor, ops default to code that is
     meant to be compiled, which run eagerly is ten launches where a fused kernel is one.
     Goes when CustomOp can be asked for its CUDA form per call.
+``AttentionBackendEnum._member_map_``   gets XFORMERS as a second name of its member CUSTOM. A member of
+    its own would register too, but a spawned engine unpickles its configuration before plugins load,
+    and knows only vLLM's own members. CUSTOM is one, and goes to other processes by its value.
+    Goes when plugins are loaded before the configuration is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +23,26 @@ import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
+
+XFORMERS = "vllm_blend.attention.xformers.XFormersBackend"
+
+
+def register_xformers() -> None:
+    """Makes ``--attention-backend XFORMERS`` (or CUSTOM) this package's backend; imports none of it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != XFORMERS:
+        logger.warning(
+            "vllm_blend: the attention backend CUSTOM is %s, of another plugin. XFORMERS is not "
+            "available beside it.",
+            custom.get_path(),
+        )
+        return
+    register_backend(custom, XFORMERS)
+    AttentionBackendEnum._member_map_["XFORMERS"] = custom
 
 
 def graph_reasons(vllm_config: VllmConfig) -> dict[str, bool]:
