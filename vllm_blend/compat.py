@@ -146,7 +146,7 @@ def blend_model(llm: Any) -> BlendModel:
 
 
 def install_front_hooks() -> None:
-    """In every process: the admission of requests, marked chunks, what was reused."""
+    """In every process: the admission of requests, marked chunks, what was reused, a backend's name."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.v1.engine.input_processor import InputProcessor
@@ -157,6 +157,7 @@ def install_front_hooks() -> None:
     _wrap(OutputProcessor, "process_outputs", _count_reports)
     # not by register(), which warns of every replacement
     RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.renderer", "BlendRenderer")
+    compat_cuda.register_xformers()
 
 
 def install_model_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:

@@ -9,10 +9,15 @@
 ``torch.ops._vllm_fa3_C.fwd``   called as such: vLLM's ``flash_attn_varlen_func`` has no ``seqused_q``,
     without which requests must stand in the order of their rows.
     Goes when it has.
+``AttentionBackendEnum._member_map_``   gets XFORMERS as a second name of its member CUSTOM. A member of
+    its own would register too, but a spawned engine unpickles its configuration before plugins load,
+    and knows only vLLM's own members. CUSTOM is one, and goes to other processes by its value.
+    Goes when plugins are loaded before the configuration is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +28,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_blend.ops.sparse_attention import VirtualRequests
+logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
+
+XFORMERS = "vllm_blend.attention.xformers.XFormersBackend"
+
+
+def register_xformers() -> None:
+    """Makes ``--attention-backend XFORMERS`` (or CUSTOM) this package's backend; imports none of it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != XFORMERS:
+        logger.warning(
+            "vllm_blend: the attention backend CUSTOM is %s, of another plugin. XFORMERS is not "
+            "available beside it.",
+            custom.get_path(),
+        )
+        return
+    register_backend(custom, XFORMERS)
+    AttentionBackendEnum._member_map_["XFORMERS"] = custom
 
 
 def graph_reasons(vllm_config: VllmConfig) -> dict[str, bool]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "CPU_ATTN": "vllm_blend.attention.cpu:CPUBlendImpl",
     "FLASH_ATTN": "vllm_blend.attention.flash_attn:FlashAttentionBlendImpl",
+    "XFORMERS": "vllm_blend.attention.xformers:XFormersImpl",
 }
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from vllm_blend.attention.base import Fusion, StoredSegments
+from vllm_blend.attention.base import Fusion
+from vllm_blend.attention.paged import PagedFuse, kept_rows
 from vllm_blend.compat_cuda import flash_attention_3
-from vllm_blend.core import BlendPlan, BlendStep
-from vllm_blend.ops import shift_scatter
+from vllm_blend.core import BlendStep
 from vllm_blend.ops import sparse_attention as sparse
 
 
@@ -37,10 +36,8 @@ class FlashAttentionBlendMetadata(FlashAttentionMetadata):
     fusion: Fusion | None = None
 
 
-class FlashAttentionBlendImpl(FlashAttentionImpl):
+class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it changes class in place
     """FlashAttention that fuses stored KV into the paged cache before it attends."""
-
-    rotary_emb: Any
 
     def forward(
         self,
@@ -72,52 +69,6 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 
-    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
-        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
-        if fusion.old_kv is None:
-            return
-        if isinstance(fusion.old_kv, StoredSegments):
-            self.fuse_segments(kv_cache, fusion.old_kv)
-            return
-        k, v = fusion.old_kv
-        rotary = self.rotary_emb
-        if type(rotary).forward_cuda is not RotaryEmbedding.forward_cuda:
-            # a module with rules of its own: let it rotate, in place, a copy of stored K
-            rotated, _ = rotary(fusion.positions, k.flatten(1).clone())
-            self.do_kv_cache_update(layer, rotated.view_as(k), v, kv_cache, fusion.slot_mapping)
-            return
-        key_cache, value_cache = self.caches(kv_cache)
-        shift_scatter.launch(
-            k,
-            v,
-            fusion.positions,
-            fusion.slot_mapping,
-            rotary._match_cos_sin_cache_dtype(k),  # as its forward_cuda does for fresh rows
-            key_cache,
-            value_cache,
-            rotary.is_neox_style,
-        )
-
-    @property
-    def fuses_segments(self) -> bool:
-        """Whether stored KV may come as segments."""
-        return type(self.rotary_emb).forward_cuda is RotaryEmbedding.forward_cuda
-
-    def fuse_segments(self, kv_cache: torch.Tensor, stored: StoredSegments) -> None:
-        """``fuse``, reading stored KV where it lies."""
-        key_cache, value_cache = self.caches(kv_cache)
-        torch.ops.vllm_blend.segment_scatter(
-            stored.tables.addresses[stored.layer],
-            stored.tables.segments,
-            stored.tables.totals,
-            stored.slot_mapping,
-            self.rotary_emb._match_cos_sin_cache_dtype(key_cache),
-            key_cache,
-            value_cache,
-            self.rotary_emb.is_neox_style,
-            stored.num_programs,
-        )
-
     def attend(
         self,
         query: torch.Tensor,
@@ -144,40 +95,19 @@ class FlashAttentionBlendImpl(FlashAttentionImpl):
         shape = sparse.rest_tiles()
         sparse.launch(query, key_cache, value_cache, *place, output, self.scale, 0, shape, lse)
 
-    def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, tokens before heads."""
-        if getattr(self, "_viewed", None) is not kv_cache:  # views cost the host 10 us a layer
-            self._viewed = kv_cache
-            self._views = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        key_cache, value_cache = self._views
-        return key_cache, value_cache
-
     @staticmethod
     def metadata(
         attn: Any, stock: FlashAttentionMetadata, step: BlendStep, rows: torch.Tensor
     ) -> FlashAttentionBlendMetadata:
         impl = attn.impl
-        num_rows = rows.numel()
-        # all of this runs on the device: the host must not wait for it
-        starts = stock.query_start_loc.long()
-        query_start_loc = torch.searchsorted(rows, starts)
-        request = torch.bucketize(rows, starts[1:], right=True)
-        positions = stock.seq_lens[request] - (starts[request + 1] - rows)
-        for blended in step.requests:
-            plan = blended.plan
-            if isinstance(plan, BlendPlan) and plan.settings.mask == "bottom_right":
-                index = torch.arange(num_rows, device=rows.device)
-                shifted = stock.seq_lens[request] - (query_start_loc[request + 1] - index)
-                inside = (rows >= blended.row) & (rows < blended.row + blended.num_rows)
-                positions = torch.where(inside, shifted, positions)
+        positions, query_start_loc = kept_rows(stock, step, rows)
         values = {f.name: getattr(stock, f.name) for f in fields(FlashAttentionMetadata)}
         values |= dict(
-            num_actual_tokens=num_rows,
+            num_actual_tokens=rows.numel(),
             slot_mapping=stock.slot_mapping[rows],
             scheduler_metadata=None,  # made for all rows
         )
         metadata = FlashAttentionBlendMetadata(**values)
-        query_start_loc = query_start_loc.to(torch.int32)
         return impl.at(metadata, positions, query_start_loc, stock.block_table)
 
     def at(

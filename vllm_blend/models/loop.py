@@ -192,7 +192,7 @@ def prepare_layers(model: Any, vllm_config: VllmConfig) -> str | None:
         head_size=attns[0].head_size,
         dtype=vllm_config.model_config.dtype,
     )
-    if compat_cuda.uses_graphs(vllm_config) and all(hasattr(i, "fuse_segments") for i in impls):
+    if compat_cuda.uses_graphs(vllm_config) and all(hasattr(i, "at") for i in impls):
         from vllm_blend.models.graph import AfterCheckGraphs
 
         scheduler = vllm_config.scheduler_config

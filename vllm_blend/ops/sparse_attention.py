@@ -604,7 +604,7 @@ def launch(
     )
 
 
-def _run(
+def run(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -615,6 +615,7 @@ def _run(
     scale: float,
     sliding_window: int,
 ) -> None:
+    """``sparse_attention`` without checks, for callers that made the tensors themselves."""
     if query.shape[0] == 0:
         return
     if not use_triton(query):
@@ -649,7 +650,7 @@ register(
     "sparse_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, "
     "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, float scale, "
     "int sliding_window) -> ()",
-    _run,
+    run,
 )
 
 
