@@ -2,7 +2,10 @@
 
 KV of the chunks lies on the GPU or in pinned host memory; a blended time then includes its way to the
 GPU. "prefix hit" is stock vLLM that finds the first chunk, a sixth of the prompt, in its prefix cache.
-"at the floor": full prefill, if only the rows that blending computes cost time.
+
+The floor is what must be computed, at rates measured in the same run (cuBLAS, vLLM's FlashAttention on
+the whole prompt): one whole layer, V of the next, and the kept rows in the others. It leaves out vLLM's
+own time around the layers, norms and activations, and the choice; ``--profile`` shows where those go.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import pathlib
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from harness import hardware, measure, print_table
+from timeline import timeline
 from vllm import LLM, SamplingParams
 
 from vllm_blend import BlendSettings, blend_model
@@ -69,9 +74,13 @@ def main(options: argparse.Namespace) -> None:
     """Runs every shape, prints a table and a JSON line each."""
     for shape in options.shape:
         with tempfile.TemporaryDirectory() as folder:
-            config = pathlib.Path(folder) / "config.json"
-            config.write_text(json.dumps(COMMON | SHAPES[shape]))
-            run_shape(shape, folder, options)
+            run_shape(shape, str(write_config(shape, pathlib.Path(folder))), options)
+
+
+def write_config(shape: str, folder: pathlib.Path) -> pathlib.Path:
+    """Makes ``folder`` a model folder of this shape, without weights."""
+    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+    return folder
 
 
 def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
@@ -91,7 +100,8 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
     )
     bench = Bench(llm)
     print(f"{shape}, {hardware()}")
-    rows, results = [], []
+    rates = Rates(bench) if bench.device.type == "cuda" else None
+    rows, results, lines = [], [], []
     for num_tokens in options.tokens:
         methods = bench.methods(num_tokens, options.ratios)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
@@ -99,19 +109,74 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
             speedup = median(s / b for s, b in zip(times["stock"], seconds, strict=True))
             ratio = bench.ratio_of(name)
             kept = num_tokens if ratio is None else bench.num_kept(num_tokens, ratio)
-            layers = bench.num_layers
-            floor = layers / (1 + (layers - 1) * kept / num_tokens)
-            at_floor = "" if ratio is None else f"{floor:.2f}x"
-            rows.append(
-                [num_tokens, name, f"{median(seconds) * 1e3:.1f} ms", f"{speedup:.2f}x", at_floor]
-            )
-            results.append(
-                dict(tokens=num_tokens, method=name, ttft_s=median(seconds), speedup=speedup, rows=kept)
-            )
+            ttft, result = median(seconds), dict(tokens=num_tokens, method=name, rows=kept)
+            result |= dict(ttft_s=ttft, speedup=speedup)
+            row = [num_tokens, name, f"{ttft * 1e3:.1f} ms", f"{speedup:.2f}x", "", ""]
+            if rates is not None and ratio is not None:
+                floor = rates.floor(num_tokens, kept)
+                row[-2:] = [f"{floor * 1e3:.1f} ms", f"{ttft / floor:.2f}"]
+                result |= dict(floor_s=floor)
+            rows.append(row)
+            results.append(result)
+        for name in options.profile:
+            lines.append((num_tokens, name, timeline(methods[name])))
         bench.forget()
-    print_table(["tokens", "method", "TTFT", "speedup", "at the floor"], rows)
+    print_table(["tokens", "method", "TTFT", "speedup", "floor", "TTFT / floor"], rows)
+    if lines:
+        print("\nWhere a step's milliseconds go, by torch's profiler:")
+        cells = [[n, name, *(f"{ms:.1f}" for ms in parts.values())] for n, name, parts in lines]
+        print_table(["tokens", "method", *lines[0][2]], cells)
     print(json.dumps({"shape": shape, "hardware": hardware(), "results": results}))
     llm.llm_engine.engine_core.shutdown()
+
+
+class Rates:
+    """What this GPU takes for the parts of a layer, in seconds; the floor is made of these."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.num_layers = bench.num_layers
+        attn, mlp = bench.model.layers[1].self_attn, bench.model.layers[1].mlp
+        self.attn = attn
+        self.weights = [p.weight for p in (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)]
+
+    def products(self, num_rows: int) -> float:
+        return sum(self.product(num_rows, weight) for weight in self.weights)
+
+    def product(self, num_rows: int, weight: torch.Tensor) -> float:
+        x = torch.randn(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        return self.seconds(lambda: torch.nn.functional.linear(x, weight))
+
+    def attention(self, num_tokens: int) -> float:
+        """Of all rows of a prompt."""
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        size, dtype, device = self.attn.attn.head_size, self.weights[0].dtype, self.weights[0].device
+        heads = (self.attn.num_heads, self.attn.num_kv_heads, self.attn.num_kv_heads)
+        q, k, v = (torch.randn(num_tokens, n, size, dtype=dtype, device=device) for n in heads)
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        lens: dict[str, Any] = dict(cu_seqlens_q=starts, max_seqlen_q=num_tokens)
+        lens |= dict(cu_seqlens_k=starts, max_seqlen_k=num_tokens)
+        version = get_flash_attn_version()
+        return self.seconds(
+            lambda: flash_attn_varlen_func(q=q, k=k, v=v, causal=True, fa_version=version, **lens)
+        )
+
+    def floor(self, num_tokens: int, num_kept: int) -> float:
+        """Seconds of a blend's first token, if nothing else took time."""
+        attention = self.attention(num_tokens)
+        v = self.product(num_tokens, self.weights[0][-self.attn.kv_size :])
+        kept = self.products(num_kept) + attention * num_kept / num_tokens
+        return self.products(num_tokens) + attention + v + (self.num_layers - 1) * kept
+
+    @staticmethod
+    def seconds(call: Callable[[], object]) -> float:
+        """Of the device; the median of ten calls in a row, after two."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(13)]
+        for mark in marks:
+            call()
+            mark.record()
+        torch.cuda.synchronize()
+        return median(a.elapsed_time(b) for a, b in pairwise(marks[2:])) / 1e3
 
 
 class Bench:
