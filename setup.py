@@ -32,7 +32,7 @@ def extension() -> dict[str, Any]:
 
     from torch.utils.cpp_extension import BuildExtension, CUDAExtension
 
-    class Build(BuildExtension):  # type: ignore[misc]
+    class Build(BuildExtension):
         def build_extensions(self) -> None:
             try:
                 super().build_extensions()
@@ -42,7 +42,7 @@ def extension() -> dict[str, Any]:
                 print(f"vllm_blend: without CUDA C++ ops, Triton's serve instead (failed: {error})")
                 self.extensions.clear()
 
-    # compute_80 and sm_90 run on Ampere to Hopper; later GPUs compile the PTX when they load it
+    # machine code for Ampere, Ada and Hopper; later GPUs compile the PTX when they load it
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     stable = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # torch 2.10 or later
     module = CUDAExtension(

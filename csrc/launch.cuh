@@ -1,6 +1,10 @@
 // What the launchers share: torch's types and tensors to those of the kernels.
 #pragma once
 
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+
 #include <initializer_list>
 #include <type_traits>
 

@@ -1,10 +1,7 @@
 // The ops as torch calls them, through its stable ABI: one build serves torch 2.10 and later.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
