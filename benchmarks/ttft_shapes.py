@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from harness import hardware, measure, print_table
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from vllm_blend import BlendSettings, blend_model
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
@@ -66,15 +67,26 @@ CHUNKS = 6
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs every shape, prints a table and a JSON line each."""
+    """Runs every shape with every attention backend; prints a table and a JSON line a shape."""
     for shape in options.shape:
+        rows, results = [], []
         with tempfile.TemporaryDirectory() as folder:
             config = pathlib.Path(folder) / "config.json"
             config.write_text(json.dumps(COMMON | SHAPES[shape]))
-            run_shape(shape, folder, options)
+            for backend in options.attention_backend:
+                found = run_shape(shape, folder, backend, options)
+                rows += found[0]
+                results += found[1]
+                cleanup_dist_env_and_memory()  # for the next engine
+        header = ["tokens", "backend", "method", "TTFT", "speedup", "at the floor"]
+        print_table(header, sorted(rows, key=lambda row: row[0]))
+        print(json.dumps({"shape": shape, "hardware": hardware(), "results": results}))
 
 
-def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
+def run_shape(
+    shape: str, folder: str, backend: str, options: argparse.Namespace
+) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+    """Rows of the table and of the JSON line, from one engine."""
     longest = max(options.tokens) + 1
     llm = LLM(
         model=folder,
@@ -86,12 +98,15 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
         max_num_seqs=16,
         enable_prefix_caching=True,  # only "prefix hit" reads it
         enforce_eager=options.eager,
+        attention_backend=backend,
         gpu_memory_utilization=0.8,
         disable_log_stats=True,
     )
     bench = Bench(llm)
-    print(f"{shape}, {hardware()}")
-    rows, results = [], []
+    backend = bench.model.layers[0].self_attn.attn.attn_backend.get_name()
+    print(f"{shape}, {backend}, {hardware()}")
+    rows: list[list[Any]] = []
+    results: list[dict[str, Any]] = []
     for num_tokens in options.tokens:
         methods = bench.methods(num_tokens, options.ratios)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
@@ -102,16 +117,15 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
             layers = bench.num_layers
             floor = layers / (1 + (layers - 1) * kept / num_tokens)
             at_floor = "" if ratio is None else f"{floor:.2f}x"
+            ttft = median(seconds)
             rows.append(
-                [num_tokens, name, f"{median(seconds) * 1e3:.1f} ms", f"{speedup:.2f}x", at_floor]
+                [num_tokens, backend, name, f"{ttft * 1e3:.1f} ms", f"{speedup:.2f}x", at_floor]
             )
-            results.append(
-                dict(tokens=num_tokens, method=name, ttft_s=median(seconds), speedup=speedup, rows=kept)
-            )
+            one = dict(tokens=num_tokens, backend=backend, method=name, ttft_s=ttft)
+            results.append(one | dict(speedup=speedup, rows=kept))
         bench.forget()
-    print_table(["tokens", "method", "TTFT", "speedup", "at the floor"], rows)
-    print(json.dumps({"shape": shape, "hardware": hardware(), "results": results}))
     llm.llm_engine.engine_core.shutdown()
+    return rows, results
 
 
 class Bench:
