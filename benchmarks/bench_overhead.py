@@ -69,7 +69,12 @@ class Engine:
     """An engine in a process of its own."""
 
     def __init__(self, plugins: bool) -> None:
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        environment = os.environ | {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; read on a CPU alone
+        }
         if not plugins:
             environment["VLLM_PLUGINS"] = ""
         self.process = subprocess.Popen(

@@ -44,6 +44,12 @@ def main() -> None:
         "--shape", nargs="+", default=["mistral-7b"], help="cuda: mistral-7b, llama-3-8b"
     )
     parser.add_argument("--dtype", default="bfloat16", help="cuda: of the model (bfloat16)")
+    parser.add_argument(
+        "--attention-backend",
+        nargs="+",
+        default=["auto"],
+        help="cuda: FLASH_ATTN, XFORMERS, ... in one table (vLLM's choice)",
+    )
     parser.add_argument("--eager", action="store_true", help="cuda: without torch.compile and graphs")
     parser.add_argument(
         "--profile", nargs="+", default=[], help="cuda: methods whose time line to show, by name"

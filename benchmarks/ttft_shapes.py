@@ -24,6 +24,7 @@ import torch
 from harness import hardware, measure, print_table
 from timeline import timeline
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from vllm_blend import BlendSettings, blend_model
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
@@ -71,10 +72,20 @@ CHUNKS = 6
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs every shape, prints a table and a JSON line each."""
+    """Runs every shape with every attention backend; prints a table and a JSON line a shape."""
     for shape in options.shape:
+        rows: list[list[Any]] = []
+        results: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory() as folder:
-            run_shape(shape, str(write_config(shape, pathlib.Path(folder))), options)
+            write_config(shape, pathlib.Path(folder))
+            for backend in options.attention_backend:
+                found = run_shape(shape, folder, backend, options)
+                rows += found[0]
+                results += found[1]
+                cleanup_dist_env_and_memory()  # for the next engine
+        header = ["tokens", "backend", "method", "TTFT", "speedup", "floor", "TTFT / floor"]
+        print_table(header, sorted(rows, key=lambda row: row[0]))
+        print(json.dumps({"shape": shape, "hardware": hardware(), "results": results}))
 
 
 def write_config(shape: str, folder: pathlib.Path) -> pathlib.Path:
@@ -83,7 +94,10 @@ def write_config(shape: str, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
+def run_shape(
+    shape: str, folder: str, backend: str, options: argparse.Namespace
+) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+    """Rows of the table and of the JSON line, from one engine."""
     longest = max(options.tokens) + 1
     llm = LLM(
         model=folder,
@@ -95,13 +109,17 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
         max_num_seqs=16,
         enable_prefix_caching=True,  # only "prefix hit" reads it
         enforce_eager=options.eager,
+        attention_backend=backend,
         gpu_memory_utilization=0.8,
         disable_log_stats=True,
     )
     bench = Bench(llm)
-    print(f"{shape}, {hardware()}")
+    backend = bench.model.layers[0].self_attn.attn.attn_backend.get_name()
+    print(f"{shape}, {backend}, {hardware()}")
     rates = Rates(bench) if bench.device.type == "cuda" else None
-    rows, results, lines = [], [], []
+    rows: list[list[Any]] = []
+    results: list[dict[str, Any]] = []
+    lines: list[tuple[int, str, dict[str, float]]] = []
     for num_tokens in options.tokens:
         methods = bench.methods(num_tokens, options.ratios)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
@@ -109,9 +127,10 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
             speedup = median(s / b for s, b in zip(times["stock"], seconds, strict=True))
             ratio = bench.ratio_of(name)
             kept = num_tokens if ratio is None else bench.num_kept(num_tokens, ratio)
-            ttft, result = median(seconds), dict(tokens=num_tokens, method=name, rows=kept)
+            ttft = median(seconds)
+            result = dict(tokens=num_tokens, backend=backend, method=name, rows=kept)
             result |= dict(ttft_s=ttft, speedup=speedup)
-            row = [num_tokens, name, f"{ttft * 1e3:.1f} ms", f"{speedup:.2f}x", "", ""]
+            row = [num_tokens, backend, name, f"{ttft * 1e3:.1f} ms", f"{speedup:.2f}x", "", ""]
             if rates is not None and ratio is not None:
                 floor = rates.floor(num_tokens, kept)
                 row[-2:] = [f"{floor * 1e3:.1f} ms", f"{ttft / floor:.2f}"]
@@ -121,13 +140,12 @@ def run_shape(shape: str, folder: str, options: argparse.Namespace) -> None:
         for name in options.profile:
             lines.append((num_tokens, name, timeline(methods[name])))
         bench.forget()
-    print_table(["tokens", "method", "TTFT", "speedup", "floor", "TTFT / floor"], rows)
     if lines:
         print("\nWhere a step's milliseconds go, by torch's profiler:")
         cells = [[n, name, *(f"{ms:.1f}" for ms in parts.values())] for n, name, parts in lines]
         print_table(["tokens", "method", *lines[0][2]], cells)
-    print(json.dumps({"shape": shape, "hardware": hardware(), "results": results}))
     llm.llm_engine.engine_core.shutdown()
+    return rows, results
 
 
 class Rates:

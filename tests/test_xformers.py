@@ -1,7 +1,8 @@
 """The backend XFORMERS where there is no GPU: its name, what it refuses, and how it splits a step.
 
 xformers' kernel is replaced by dense attention here; the masks it would get are compared with dense
-ones where xformers is installed. The kernel itself is tests/test_gpu_xformers.py's.
+ones where xformers is installed. The kernel itself is test_gpu_xformers.py's; engines are
+test_xformers_engine.py's.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from paged_step import STEPS, Step, blocks_of, replace_kernel
 from test_plugin import python
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from vllm_blend.attention import blend_impl, xformers, xformers_parts
 from vllm_blend.attention.xformers import XFormersBackend, XFormersImpl, XFormersMetadataBuilder
@@ -252,128 +253,10 @@ def test_kept_rows_with_the_papers_mask_are_spans_of_their_own() -> None:
 
 # --- attention over a step, the kernel replaced --------------------------------------------------
 
-Mask = Callable[[int, int], torch.Tensor]
-
-
-def blocks_of(query_lens: Sequence[int], key_lens: Sequence[int], window: int) -> torch.Tensor:
-    """Rows of each request are its last ones: which keys they see, ``[num_rows, num_keys]``."""
-    blocks = []
-    for rows, keys in zip(query_lens, key_lens, strict=True):
-        at = torch.arange(keys - rows, keys)[:, None]
-        key = torch.arange(keys)
-        seen = key <= at
-        blocks.append(seen & (key > at - window) if window else seen)
-    return torch.block_diag(*blocks).bool()
-
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """xformers, replaced: dense attention under masks that tell which keys a row sees."""
-
-    def attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_bias: Mask, scale: float
-    ) -> torch.Tensor:
-        if q.ndim == 5:  # grouped, and K and V of a group are one
-            assert q.shape[:1] + q.shape[2:] == k.shape[:1] + k.shape[2:]
-            assert k.stride(3) == v.stride(3) == 0
-        seen = attn_bias(q.shape[1], k.shape[1])
-        scores = torch.einsum("bq...d,bk...d->b...qk", q, k) * scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("b...qk,bk...d->bq...d", weights, v)
-
-    fake = ModuleType("xformers.ops")
-    fake.__dict__["memory_efficient_attention"] = attention
-    monkeypatch.setitem(sys.modules, "xformers", ModuleType("xformers"))
-    monkeypatch.setitem(sys.modules, "xformers.ops", fake)
-    monkeypatch.setattr(
-        xformers_parts, "fresh_mask", lambda q, w, _: lambda rows, keys: blocks_of(q, q, w)
-    )
-    monkeypatch.setattr(
-        xformers_parts, "gathered_mask", lambda q, k, w, _: lambda rows, keys: blocks_of(q, k, w)
-    )
-    monkeypatch.setattr(
-        xformers_parts, "bottom_right_mask", lambda w: lambda rows, keys: blocks_of([rows], [keys], w)
-    )
-
-
-HEAD_SIZE, BLOCK_SIZE = 16, 16
-
-
-class Step:
-    """Requests with random K and V in a paged cache, their blocks in no order."""
-
-    def __init__(self, query_lens: list[int], seq_lens: list[int], heads: tuple[int, int]) -> None:
-        torch.manual_seed(sum(seq_lens))
-        self.query_lens, self.seq_lens = query_lens, seq_lens
-        self.num_heads, self.num_kv_heads = heads
-        most = -(-max(seq_lens) // BLOCK_SIZE)
-        num_reqs = len(seq_lens)
-        table = torch.randperm(num_reqs * most).view(num_reqs, most).to(torch.int32)
-        self.kv_cache = torch.full((num_reqs * most, self.num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE), 1e9)
-        self.starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-        num_rows = int(self.starts[-1])
-        self.query = torch.randn(num_rows + 3, self.num_heads, HEAD_SIZE)  # 3 rows of padding
-        self.kvs, key, value = [], [], []
-        for index, (rows, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            k, v = torch.randn(2, keys, self.num_kv_heads, HEAD_SIZE)
-            self.kvs.append((k, v))
-            key.append(k[keys - rows :])
-            value.append(v[keys - rows :])
-            at = torch.arange(keys)
-            blocks = table[index, at // BLOCK_SIZE].long()
-            self.kv_cache[blocks, :, at % BLOCK_SIZE] = torch.cat([k, v], -1)
-        pad = torch.full((3, self.num_kv_heads, HEAD_SIZE), 1e9)
-        self.key, self.value = torch.cat([*key, pad]), torch.cat([*value, pad])
-        self.common = CommonAttentionMetadata(
-            query_start_loc=self.starts,
-            query_start_loc_cpu=self.starts,
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            num_reqs=num_reqs,
-            num_actual_tokens=num_rows,
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
-            block_table_tensor=table,
-            slot_mapping=torch.arange(num_rows),
-            seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
-        )
-
-    def build(self) -> xformers.XFormersMetadata:
-        builder = object.__new__(XFormersMetadataBuilder)
-        builder.short = xformers.SHORT
-        return builder.build(0, self.common)
-
-    def impl(self, window: int) -> XFormersImpl:
-        scale = HEAD_SIZE**-0.5
-        return XFormersImpl(
-            self.num_heads, HEAD_SIZE, scale, self.num_kv_heads, sliding_window=window or None
-        )
-
-    def expected(self, rows: torch.Tensor, last: torch.Tensor, window: int) -> torch.Tensor:
-        """Attention of these rows up to these positions, ``[num_rows, num_heads, head_size]``."""
-        request = torch.bucketize(rows, self.starts[1:], right=True)
-        out = []
-        for row, index, position in zip(rows, request.tolist(), last.tolist(), strict=True):
-            first = max(0, position - window + 1) if window else 0
-            k, v = (t[first : position + 1] for t in self.kvs[index])
-            q = self.query[row].view(self.num_kv_heads, -1, HEAD_SIZE)
-            weights = (torch.einsum("hgd,khd->hgk", q, k) * HEAD_SIZE**-0.5).softmax(-1)
-            out.append(torch.einsum("hgk,khd->hgd", weights, v).flatten(0, 1))
-        return torch.stack(out)
-
-    def last(self) -> torch.Tensor:
-        """Position of each row."""
-        return torch.cat(
-            [torch.arange(s - q, s) for q, s in zip(self.query_lens, self.seq_lens, strict=True)]
-        )
-
-
-STEPS = {
-    "fresh": ([40, 7, 1], [40, 7, 1]),
-    "decode": ([1, 1, 1], [40, 17, 96]),
-    "speculated": ([1, 4, 3], [40, 17, 96]),
-    "mixed": ([1, 1, 30, 45, 5, 20], [33, 96, 30, 75, 64, 37]),
-    "in no order": ([20, 1, 17, 1, 25], [20, 50, 49, 8, 90]),
-}
+    replace_kernel(monkeypatch)
 
 
 @pytest.mark.parametrize("window", [0, 13])
@@ -385,11 +268,9 @@ def test_a_step_attends_as_dense_attention_does(
     step = Step(*lens, heads)
     metadata = step.build()
     rows = torch.arange(metadata.num_actual_tokens)
-    output = torch.full_like(step.query, 7.0)
-    impl = step.impl(window)
-    impl.forward(None, step.query, step.key, step.value, step.kv_cache, metadata, output)
-    torch.testing.assert_close(output[:-3], step.expected(rows, step.last(), window))
-    assert bool((output[-3:] == 7).all())  # padding is not touched
+    output = step.attend(step.impl(window), metadata)
+    torch.testing.assert_close(output[: -step.PADDING], step.expected(rows, step.last(), window))
+    assert bool((output[-step.PADDING :] == 7).all())  # padding is not touched
 
 
 def test_layers_with_other_windows_share_a_step(dense: None) -> None:
@@ -397,11 +278,8 @@ def test_layers_with_other_windows_share_a_step(dense: None) -> None:
     metadata = step.build()
     rows = torch.arange(metadata.num_actual_tokens)
     for window in (0, 13, 0):
-        output = torch.empty_like(step.query)
-        step.impl(window).forward(
-            None, step.query, step.key, step.value, step.kv_cache, metadata, output
-        )
-        torch.testing.assert_close(output[:-3], step.expected(rows, step.last(), window))
+        output = step.attend(step.impl(window), metadata)
+        torch.testing.assert_close(output[: -step.PADDING], step.expected(rows, step.last(), window))
 
 
 @pytest.mark.parametrize("window", [0, 13])
@@ -423,12 +301,9 @@ def test_kept_rows_see_exactly_their_keys_or_those_of_the_papers_mask(
     last = step.last()[rows]
     if mask == "bottom_right":
         last[1:7] = torch.arange(34, 40)
-    output = torch.empty(rows.numel(), 4, HEAD_SIZE)
-    query = step.query[rows]
-    impl = step.impl(window)
-    impl.forward(None, query, step.key[rows], step.value[rows], step.kv_cache, metadata, output)
+    output = step.attend(step.impl(window), metadata, rows)
     torch.testing.assert_close(output, step.expected(rows, last, window))
-    assert metadata.slot_mapping.tolist() == rows.tolist()
+    assert torch.equal(metadata.slot_mapping, step.common.slot_mapping[rows])
     ways = [span.way for span in metadata.spans]
     assert ways == ([Way.PAGED, Way.BOTTOM_RIGHT, Way.PAGED] if mask != "exact" else [Way.PAGED])
 
@@ -441,10 +316,10 @@ def test_graphs_are_left_to_what_lies_between_attentions() -> None:
 def test_vllms_memory_measurement_sees_what_may_be_gathered() -> None:
     sizes: list[tuple[int, ...]] = []
     key = SimpleNamespace(new_empty=lambda *size: sizes.append(size))
-    output = torch.ones(2, 4, HEAD_SIZE)
+    output = torch.ones(2, 4, 16)
     step = Step([1], [1], (4, 2))
     step.impl(0).forward(None, output, key, key, torch.tensor([]), None, output)
-    assert sizes == [(xformers.MAX_KEYS, 2, 2 * HEAD_SIZE)]
+    assert sizes == [(xformers.MAX_KEYS, 2, 32)]
     assert not output.any()
 
 
