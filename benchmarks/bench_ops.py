@@ -29,8 +29,8 @@ from vllm_blend.ops.shift_scatter import shift_scatter
 from vllm_blend.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_rest,
-    virtual_requests,
 )
+from vllm_blend.ops.sparse_attention_kernel import virtual_requests
 
 BLOCK_SIZE = 16  # vLLM's default on CUDA
 

@@ -12,8 +12,8 @@ from vllm_blend.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_oracle,
     sparse_attention_rest,
-    virtual_requests,
 )
+from vllm_blend.ops.sparse_attention_kernel import virtual_requests
 
 BLOCK_SIZE = 16
 

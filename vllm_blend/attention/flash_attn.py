@@ -19,7 +19,7 @@ from vllm_blend.attention.base import Fusion
 from vllm_blend.attention.paged import PagedFuse, kept_rows
 from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.core import BlendStep
-from vllm_blend.ops import sparse_attention as sparse
+from vllm_blend.ops import sparse_attention_kernel as sparse
 
 
 @dataclass

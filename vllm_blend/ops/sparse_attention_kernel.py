@@ -1,0 +1,432 @@
+"""The Triton kernel of ``sparse_attention``, its tiles and launch; and FlashAttention's part of them."""
+
+# Triton kernels carry no types of Python's:
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_blend.ops.library import INTERPRETED
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _keys(
+    block_ids,  # row of the block table
+    n,  # [BLOCK_N] key positions
+    limit,
+    kv_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Offsets of the keys ``n`` in a cache, ``[BLOCK_N]`` int64."""
+    if MASK:
+        block = tl.load(block_ids + n // BLOCK_SIZE, mask=n < limit, other=0)
+    else:
+        block = tl.load(block_ids + n // BLOCK_SIZE)
+    return block.to(tl.int64) * stride_block + (n % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+
+
+@triton.jit
+def _scores(
+    q,
+    key_cache,
+    block_ids,
+    start,
+    limit,
+    kv_head,
+    kc_stride_block,
+    kc_stride_slot,
+    kc_stride_head,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``q k^T`` for the keys ``[start, start + BLOCK_N)``, ``[BLOCK_M, BLOCK_N]`` fp32."""
+    n = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    at = _keys(
+        block_ids, n, limit, kv_head, kc_stride_block, kc_stride_slot, kc_stride_head,
+        BLOCK_SIZE, MASK,
+    )  # fmt: skip
+    pointers = key_cache + at[None, :] + dim[:, None]
+    if MASK or BLOCK_D != HEAD_SIZE:
+        k = tl.load(pointers, mask=(n < limit)[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
+    else:
+        k = tl.load(pointers)
+    return tl.dot(q, k, input_precision=PRECISION)
+
+
+@triton.jit
+def _values(
+    value_cache,
+    block_ids,
+    start,
+    limit,
+    kv_head,
+    vc_stride_block,
+    vc_stride_slot,
+    vc_stride_head,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """V of the keys ``[start, start + BLOCK_N)``, ``[BLOCK_N, BLOCK_D]``."""
+    n = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    at = _keys(
+        block_ids, n, limit, kv_head, vc_stride_block, vc_stride_slot, vc_stride_head,
+        BLOCK_SIZE, MASK,
+    )  # fmt: skip
+    pointers = value_cache + at[:, None] + dim[None, :]
+    if MASK or BLOCK_D != HEAD_SIZE:
+        return tl.load(pointers, mask=(n < limit)[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _accumulate(s, v, acc, m, total, scale_log2, PRECISION: tl.constexpr, MASK: tl.constexpr):
+    """One step of the online softmax, in base 2."""
+    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+    if MASK:  # noqa: SIM108
+        # a row that has seen no key yet keeps -inf; subtract 0 there, not -inf from -inf
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        shift = m_new
+    p = tl.math.exp2(s * scale_log2 - shift[:, None])
+    alpha = tl.math.exp2(m - shift)
+    total = total * alpha + tl.sum(p, axis=1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, m_new, total
+
+
+@triton.jit
+def _sparse_attention_kernel(
+    query,  # [num_rows, num_heads, head_size]
+    key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    positions,  # [num_rows]
+    query_start_loc,  # [num_reqs + 1]
+    block_table,  # [num_reqs, max_num_blocks]
+    out,  # [num_rows, num_heads, head_size]
+    prefix_lse,  # [num_heads, num_rows], natural log; only with PREFIX
+    scale_log2,  # scale * log2(e)
+    num_reqs,
+    num_tiles,
+    q_stride_row,
+    q_stride_head,
+    kc_stride_block,
+    kc_stride_slot,
+    kc_stride_head,
+    vc_stride_block,
+    vc_stride_slot,
+    vc_stride_head,
+    bt_stride,
+    out_stride_row,
+    out_stride_head,
+    lse_stride,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # rows of a tile: BLOCK_M // GROUP
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS_ABREAST: tl.constexpr,
+    PREFIX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Flash attention with the mask ``key position <= query position``.
+
+    Grid: ``(num_tiles * num_kv_heads,)`` with ``num_tiles = num_rows // BLOCK_Q + num_reqs``, which
+    bounds the tiles of any split of the rows over requests, so the host need not know the split; a
+    program without a tile returns. Later tiles see more keys and start first; HEADS_ABREAST KV heads
+    run side by side, few enough that their keys stay in the L2 cache.
+
+    A tile is BLOCK_Q consecutive rows of one request with all GROUP heads of a KV head:
+    row ``m`` of the matrix is query ``m // GROUP``, head ``m % GROUP``. Keys fall into three ranges:
+    seen by some rows (the window's edge), by all rows, and again by some (between the tile's first and
+    last position); only the first and the third are masked. Keys past the last position are not read.
+
+    With PREFIX, ``out`` holds each tile's attention over the keys up to its first position, and
+    ``prefix_lse`` the log of the sum of its exponentials; the kernel goes on from there.
+    """
+    # --- which tile ---
+    pid = tl.program_id(0)
+    per_heads = num_tiles * HEADS_ABREAST
+    kv_head = (pid // per_heads) * HEADS_ABREAST + pid % HEADS_ABREAST
+    tile = num_tiles - 1 - (pid % per_heads) // HEADS_ABREAST
+    # the last request whose first tile (row // BLOCK_Q + request) is not after `tile`
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    request = low - 1
+    first_row = tl.load(query_start_loc + request)
+    last_row = tl.load(query_start_loc + request + 1)
+    first_row += (tile - (first_row // BLOCK_Q + request)) * BLOCK_Q
+    if first_row >= last_row:
+        return
+
+    # --- queries ---
+    m_index = tl.arange(0, BLOCK_M)
+    row = first_row + m_index // GROUP
+    head = kv_head * GROUP + m_index % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    valid = (row < last_row) & (m_index < BLOCK_Q * GROUP)
+    position = tl.load(positions + row, mask=valid, other=-1).to(tl.int32)
+    last = tl.max(position, axis=0)
+    position = tl.where(valid, position, last)  # idle lanes must not loosen the bounds
+    first = tl.min(position, axis=0)
+    at = row.to(tl.int64)[:, None] * q_stride_row + head[:, None] * q_stride_head + dim[None, :]
+    lane_mask = valid[:, None] & (dim < HEAD_SIZE)[None, :]
+    q = tl.load(query + at, mask=lane_mask, other=0.0)
+    block_ids = block_table + tl.cast(request, tl.int64) * bt_stride
+
+    # --- ranges of keys: [begin, full_begin) some, [full_begin, full_end) all, [full_end, end) some ---
+    end = last + 1
+    begin = 0
+    full_begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        full_begin = (tl.maximum(last - WINDOW + 1, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    full_end = (first + 1) // BLOCK_N * BLOCK_N
+    full_end = tl.maximum(full_end, full_begin)
+    full_begin = tl.minimum(full_begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+    full_end = tl.minimum(full_end, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+
+    out_at = row.to(tl.int64)[:, None] * out_stride_row + head[:, None] * out_stride_head
+    out_at += dim[None, :]
+    if PREFIX:
+        full_begin = first + 1
+        full_end = first + 1
+        acc = tl.load(out + out_at, mask=lane_mask, other=0.0).to(tl.float32)
+        lse = tl.load(prefix_lse + head.to(tl.int64) * lse_stride + row, mask=valid, other=0.0)
+        m = lse * 1.4426950408889634
+        total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+
+    if WINDOW > 0:
+        for start in range(begin, full_begin, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            s = _scores(
+                q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
+                kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+            )  # fmt: skip
+            seen = n[None, :] <= position[:, None]
+            seen &= n[None, :] > position[:, None] - WINDOW
+            s = tl.where(seen, s, float("-inf"))
+            v = _values(
+                value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
+                vc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True,
+            )  # fmt: skip
+            acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, True)
+
+    if not PREFIX:
+        for start in range(full_begin, full_end, BLOCK_N):
+            s = _scores(
+                q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
+                kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, False, PRECISION,
+            )  # fmt: skip
+            v = _values(
+                value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
+                vc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, False,
+            )  # fmt: skip
+            acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, WINDOW > 0)
+
+    for start in range(full_end, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        s = _scores(
+            q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
+            kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+        )  # fmt: skip
+        seen = n[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen &= n[None, :] > position[:, None] - WINDOW
+        s = tl.where(seen, s, float("-inf"))
+        v = _values(
+            value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
+            vc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True,
+        )  # fmt: skip
+        acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, True)
+
+    acc = acc / total[:, None]
+    tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=lane_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualRequests:
+    """Tiles of rows as requests of a kernel without masks: what all rows of a tile see.
+
+    Later tiles come first, as they see more keys: a kernel that takes requests in their order ends with
+    the short ones.
+
+    Attributes:
+        starts: first row of each tile, and one more number, which kernels want: ``[num_tiles + 1]``
+            int32.
+        query_lens: rows of each tile; a request's last tile has fewer, or none: ``[num_tiles]`` int32.
+        seq_lens: keys of each tile, up to its first row's position, ``[num_tiles]`` int32.
+        block_table: ``[num_tiles, max_num_blocks]`` int32.
+        block_q: rows of a tile at most.
+    """
+
+    starts: torch.Tensor
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    block_q: int
+
+
+def virtual_requests(
+    positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    group: int,
+) -> VirtualRequests:
+    """The tiles of ``sparse_attention_rest`` as requests; does not wait for the device.
+
+    Args:
+        group: query heads of a KV head. Others as ``sparse_attention``'s; rows that no request has may
+            follow the last one.
+    """
+    block_q = rest_tiles().block_q(group)
+    num_rows, num_reqs = positions.shape[0], block_table.shape[0]
+    tile = torch.arange(num_rows // block_q + num_reqs - 1, -1, -1, device=positions.device)
+    index = torch.arange(num_reqs, device=positions.device)
+    first_tile = query_start_loc[:-1] // block_q + index
+    request = torch.searchsorted(first_tile, tile, right=True) - 1
+    start, end = query_start_loc[request], query_start_loc[request + 1]
+    first_row = torch.minimum(start + (tile - first_tile[request]) * block_q, end)
+    query_lens = (end - first_row).clamp(max=block_q)
+    seq_lens = positions[first_row.clamp(max=num_rows - 1)] + 1
+    return VirtualRequests(
+        torch.cat([first_row, first_row[-1:]]).to(torch.int32),
+        query_lens.to(torch.int32),
+        torch.where(query_lens > 0, seq_lens, 0).to(torch.int32),
+        block_table[request],
+        block_q,
+    )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernel is launched.
+
+    Attributes:
+        block_m: rows of the score matrix: query rows times the heads of a KV head.
+        block_n: keys a step.
+        heads_abreast: KV heads that run side by side.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    heads_abreast: int = 1
+
+    def block_q(self, group: int) -> int:
+        """Query rows of a tile, where a KV head has ``group`` query heads."""
+        return max(self.block_m, triton.next_power_of_2(group)) // group
+
+
+def choose_tiles(query: torch.Tensor, num_kv_heads: int) -> Tiles:
+    """Tiles for this launch, from what the host knows."""
+    if INTERPRETED:
+        return Tiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
+    if query.element_size() == 4 or query.shape[2] > 128:
+        return Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
+    # Two such programs share a multiprocessor, so one's softmax runs beside the other's products.
+    # All heads abreast was better than one at every length from 4k to 32k.
+    return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2, heads_abreast=num_kv_heads)
+
+
+def rest_tiles() -> Tiles:
+    """Tiles of ``sparse_attention_rest``; larger ones leave more to it, but read the prefix less."""
+    if INTERPRETED:
+        return Tiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
+    return Tiles(block_m=128, block_n=64, num_warps=8, num_stages=2)
+
+
+def launch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    tiles: Tiles,
+    prefix_lse: torch.Tensor | None = None,
+) -> Any:
+    """Launches the kernel with these tiles; arguments as ``sparse_attention``'s, unchecked.
+
+    With ``prefix_lse`` (``[num_heads, num_rows]`` fp32), ``out`` and it hold the attention of
+    ``virtual_requests``, and the kernel adds the keys that those leave out.
+    """
+    num_rows, num_heads, head_size = query.shape
+    num_kv_heads = key_cache.shape[2]
+    num_reqs = query_start_loc.shape[0] - 1
+    group = num_heads // num_kv_heads
+    block_m, block_q = max(tiles.block_m, triton.next_power_of_2(group)), tiles.block_q(group)
+    num_tiles = num_rows // block_q + num_reqs
+    return _sparse_attention_kernel[(num_tiles * num_kv_heads,)](
+        query,
+        key_cache,
+        value_cache,
+        positions,
+        query_start_loc,
+        block_table,
+        out,
+        out if prefix_lse is None else prefix_lse,
+        scale * LOG2E,
+        num_reqs,
+        num_tiles,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        0 if prefix_lse is None else prefix_lse.stride(0),
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=key_cache.shape[1],
+        WINDOW=sliding_window,
+        BLOCK_M=block_m,
+        BLOCK_Q=block_q,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_size)),
+        HEADS_ABREAST=tiles.heads_abreast,
+        PREFIX=prefix_lse is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
