@@ -1,5 +1,5 @@
-# make: what there is to run. Everything but test-gpu runs in .venv, made here from the locks in
-# requirements/ (Linux x86-64, CPU). For a GPU: requirements.txt, into an environment of your own.
+# make: what there is to run, in .venv, made here from the locks in requirements/ (Linux x86-64, CPU).
+# test-gpu, build-gpu and sanitize run in an environment of your own: requirements.txt
 
 PYTHON ?= python3
 # Where torch's CPU build is fetched when the sources that pip is configured with have none.
@@ -18,7 +18,7 @@ stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py | sha256sum | cut
 cpu := $(call stamp,cpu)
 test := $(call stamp,test)
 
-.PHONY: help demo test test-gpu bench style clean
+.PHONY: help demo test test-gpu build-gpu sanitize bench style clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -34,6 +34,15 @@ test: $(test) ## every test that needs no GPU
 test-gpu: ## the tests that need a GPU, with $(PYTHON): an environment made from requirements.txt
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
+build-gpu: ## the CUDA C++ ops, in place, with $(PYTHON), whose torch is a CUDA build, and nvcc
+	VLLM_BLEND_BUILD_CUDA=1 $(PYTHON) setup.py build_ext --inplace
+
+sanitize: ## compute-sanitizer over every GPU kernel, with $(PYTHON)
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 \
+	    $(PYTHON) tests/ops/sanitize.py || exit 1; \
+	done
+
 bench: $(cpu) ## time to first token, full prefill against blended, on the CPU
 	$(bin)/python benchmarks/bench_ttft.py $(ARGS)
 
@@ -45,7 +54,7 @@ style: $(test) ## ruff, mypy, and clang-format where there is C++
 	  | xargs -r -t $(bin)/clang-format --dry-run -Werror
 
 clean: ## remove .venv and every cache made here (the model built for the demo stays in ~/.cache)
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist vllm_blend/_C.abi3.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(cpu): lock := requirements/cpu.txt

@@ -5,7 +5,9 @@
 
 Ceilings: a device-to-device copy, a cuBLAS bf16 product, and vLLM's FlashAttention 3 over the same
 paged cache: with its bottom-right causal mask on the same rows (wrong for them, and more keys), and as
-a full prefill. Each time is the median of repeats with the L2 cache flushed between them; attention's
+a full prefill. Ops with two implementations, Triton and CUDA C++ where it is built, are timed in both.
+segment_scatter reads KV from GPU memory, and from pinned host memory, where a copy to the device is
+the ceiling. Each time is the median of repeats with the L2 cache flushed between them; attention's
 rate counts the keys that the masks let through. Inputs are random. The last line is one JSON object.
 """
 
@@ -24,7 +26,9 @@ import torch
 import triton
 
 from vllm_blend.compat_cuda import flash_attention_3
+from vllm_blend.ops import library
 from vllm_blend.ops.deviation import deviation
+from vllm_blend.ops.segment_scatter import SegmentTables, segment_scatter
 from vllm_blend.ops.shift_scatter import shift_scatter
 from vllm_blend.ops.sparse_attention import (
     sparse_attention,
@@ -167,8 +171,18 @@ def flash_attention() -> Any:
     return flash_attn_interface.flash_attn_varlen_func if flash_attn_interface.FA3_AVAILABLE else None
 
 
+def host_bandwidth() -> float:
+    """GB/s of a copy from pinned host memory to the device."""
+    source = torch.randint(256, (1 << 28,), dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(source, device="cuda")
+    return source.nbytes / milliseconds([lambda: target.copy_(source, non_blocking=True)]) / 1e6
+
+
 def movement(num_tokens: int, share: float, num_kv_heads: int, head_size: int) -> list[dict[str, Any]]:
-    """Times of the ops that move data; bytes are those that must be read and written."""
+    """Times of the ops that move data; bytes are those that must be read and written.
+
+    From host memory the bytes are those that cross PCIe: read.
+    """
     slots = torch.randperm(num_tokens // BLOCK_SIZE, device="cuda")[:, None] * BLOCK_SIZE
     slots = (slots + torch.arange(BLOCK_SIZE, device="cuda")).flatten()
     slots[torch.rand(len(slots), device="cuda") < share] = -1
@@ -177,21 +191,58 @@ def movement(num_tokens: int, share: float, num_kv_heads: int, head_size: int) -
     size = (2, num_tokens, num_kv_heads, head_size)
     num_sets = max(2, (256 << 20) // (2 * math.prod(size)))
     shift, compare = [], []
+    segments: dict[tuple[str, int], list[Callable[[], Any]]] = {}
     for _ in range(num_sets):
         key_cache, value_cache, _ = paged_cache(num_tokens, num_kv_heads, head_size)
-        k, v = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        kv = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        k, v = kv
         caches = (key_cache, value_cache)
         shift.append(partial(shift_scatter, k, v, positions, slots, angles, *caches))
         compare.append(partial(deviation, k, v))
-    moved = int((slots >= 0).sum()) * (4 * k[0].nbytes + angles[0].nbytes)
-    rows = []
-    for name, work, calls in (
+        for memory, stored in (("GPU", kv), ("host", kv.cpu().pin_memory())):
+            tables = chunk_tables(stored)
+            where = (tables.addresses[0], tables.segments, tables.totals)
+            for num_programs in (8, 16, 132) if memory == "GPU" else (4, 8, 16):
+                # `stored` has to stay, too
+                call = partial(_scatter, stored, *where, slots, angles, *caches, num_programs)
+                segments.setdefault((memory, num_programs), []).append(call)
+    num_moved = int((slots >= 0).sum())
+    row_bytes = kv[0, 0].nbytes
+    moved = num_moved * (4 * row_bytes + angles[0].nbytes)
+    jobs: list[tuple[str, int, list[Any]]] = [
         ("shift_scatter", moved, shift),
-        ("deviation", 2 * k.nbytes, compare),
-    ):
-        ms = milliseconds(calls)
-        rows.append(dict(op=name, keys=num_tokens, rows=None, ms=ms, rate=work / ms / 1e6, unit="GB/s"))
+        ("deviation", kv.nbytes, compare),
+    ]
+    for (memory, num_programs), calls in segments.items():
+        name = f"segment_scatter, {memory}, {num_programs} programs"
+        jobs.append((name, moved if memory == "GPU" else num_moved * 2 * row_bytes, calls))
+    rows = []
+    for name, work, calls in jobs:
+        for kind in library.implementations():
+            with library.implementation(kind):
+                ms = milliseconds(calls)
+            title = f"{name} ({'CUDA' if kind == 'cuda' else 'Triton'})"
+            row = dict(op=title, keys=num_tokens, rows=None, ms=ms, rate=work / ms / 1e6, unit="GB/s")
+            rows.append(row)
     return rows
+
+
+def chunk_tables(kv: torch.Tensor, num_chunks: int = 16) -> SegmentTables:
+    """K and V of a prompt as so many chunks of the same length."""
+    num_tokens = kv.shape[1]
+    count = num_tokens // num_chunks
+    starts = [i * count for i in range(num_chunks)]
+    tables = SegmentTables(num_chunks, num_tokens)
+    tables.fill(
+        [(count, start, start) for start in starts],
+        [[(kv[0, start].data_ptr(), kv[1, start].data_ptr()) for start in starts]],
+    )
+    return tables
+
+
+def _scatter(stored: torch.Tensor, *args: Any) -> None:
+    *tensors, num_programs = args
+    segment_scatter(*tensors, num_programs=num_programs)
 
 
 def main() -> None:
@@ -208,10 +259,13 @@ def main() -> None:
         parser.error("needs a CUDA GPU")
     torch.manual_seed(0)
 
-    bandwidth, product = copy_bandwidth(), product_rate()
+    bandwidth, product, host = copy_bandwidth(), product_rate(), host_bandwidth()
     print(hardware())
-    print(f"copy {bandwidth:.0f} GB/s, cuBLAS bf16 {product:.0f} TFLOP/s\n")
-    print(f"{'op':38} {'keys':>6} {'rows':>6} {'ms':>8} {'rate':>8} {'':8} of ceiling")
+    print(
+        f"copy {bandwidth:.0f} GB/s, from pinned host memory {host:.1f} GB/s, "
+        f"cuBLAS bf16 {product:.0f} TFLOP/s\n"
+    )
+    print(f"{'op':44} {'keys':>6} {'rows':>6} {'ms':>8} {'rate':>8} {'':8} of ceiling")
     rows = []
     for num_keys in opt.keys:
         found = attention(num_keys, opt.ratio, opt.num_heads, opt.num_kv_heads, opt.head_size)
@@ -219,16 +273,24 @@ def main() -> None:
         ceiling = flash.get("FA3, bottom-right mask", product)
         moves = movement(num_keys, opt.ratio, opt.num_kv_heads, opt.head_size)
         for row in found + moves:
-            row["of_ceiling"] = row["rate"] / (ceiling if row in found else bandwidth)
+            moved = host if ", host," in row["op"] else bandwidth
+            row["of_ceiling"] = row["rate"] / (ceiling if row in found else moved)
             print(
-                f"{row['op']:38} {row['keys']:6} {row['rows'] or '':>6} {row['ms']:8.4f} "
+                f"{row['op']:44} {row['keys']:6} {row['rows'] or '':>6} {row['ms']:8.4f} "
                 f"{row['rate']:8.1f} {row['unit']:8} {row['of_ceiling']:.2f}"
             )
         rows += found + moves
     settings = vars(opt)
     print(
         json.dumps(
-            dict(hardware=hardware(), copy_gb_s=bandwidth, cublas_tflop_s=product, **settings, ops=rows)
+            dict(
+                hardware=hardware(),
+                copy_gb_s=bandwidth,
+                host_gb_s=host,
+                cublas_tflop_s=product,
+                **settings,
+                ops=rows,
+            )
         )
     )
 

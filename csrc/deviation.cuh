@@ -16,7 +16,7 @@ constexpr int kDeviationThreads = 128;
 // Packs of each tensor that a lane has in flight.
 constexpr int kDeviationAbreast = 4;
 // Blocks of a multiprocessor. With more allowed, ptxas saves registers by loading later.
-constexpr int kDeviationBlocks = 10;
+constexpr int kDeviationBlocks = 8;
 
 // out[t] = sum over heads h and dims d of (fresh[t, h, d] - stored[t, h, d])^2, in fp32.
 //

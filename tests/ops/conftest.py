@@ -7,9 +7,12 @@ run in a process of their own, which ``test_interpreter.py`` starts.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from vllm_blend.ops import library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -26,6 +29,9 @@ def _elsewhere(item: pytest.Item) -> bool:
     if item.path.name == "test_interpreter.py":
         return INTERPRETED
     on_gpu = item.get_closest_marker("gpu") is not None
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("implementation") == "cuda" and parameters.get("device") == "cpu":
+        return True
     return "device" in getattr(item, "fixturenames", ()) and on_gpu == INTERPRETED
 
 
@@ -33,6 +39,15 @@ def _elsewhere(item: pytest.Item) -> bool:
 def device(request: pytest.FixtureRequest) -> torch.device:
     torch.manual_seed(0)
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kernels of an op that has two; on a CPU "triton" is the interpreter, or the oracle."""
+    if request.param not in library.implementations():
+        pytest.skip("the CUDA C++ ops are not built: python setup.py build_ext --inplace")
+    with library.implementation(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import torch
 
 from vllm_blend.ops.deviation import deviation, deviation_oracle
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 @pytest.mark.parametrize("num_tokens", [1, 19, 99, 989])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -21,6 +23,14 @@ def test_equals_the_oracle(
     result = deviation(fresh, stored)
     assert result.dtype == torch.float32
     # the same numbers, summed in another order
+    torch.testing.assert_close(result, deviation_oracle(fresh, stored), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("start", [0, 1, 8])
+def test_heads_apart_and_unaligned(device: torch.device, start: int) -> None:
+    both = torch.randn(2, 99, 5, 200, device=device).half()
+    fresh, stored = both[0, :, 1:4, start : start + 80], both[1, :, :3, 16:96]
+    result = deviation(fresh, stored)
     torch.testing.assert_close(result, deviation_oracle(fresh, stored), rtol=1e-5, atol=0)
 
 

@@ -12,6 +12,8 @@ from paged import paged_cache, relative_error
 from vllm_blend.ops.segment_scatter import SegmentTables, segment_scatter, segment_scatter_oracle
 from vllm_blend.ops.shift_scatter import rotate_oracle
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 MAX_POSITION = 1400
 COUNTS = {1: [1], 19: [7, 12], 99: [0, 8, 50, 1, 40, 0], 989: [0, 0, 512, 19, 400, 58, 0]}
 
@@ -27,6 +29,7 @@ class Case:
         shape: tuple[int, int, int] = (2, 64, 64),
         memory: str = "device",
         heads_first: bool = False,
+        num_segments_max: int = 10,
     ) -> None:
         num_kv_heads, head_size, rotary_dim = shape
         num_rows = sum(counts) + 5 * len(counts) + 3
@@ -47,7 +50,7 @@ class Case:
         key_cache, value_cache = paged_cache(
             num_blocks, block_size, num_kv_heads, head_size, dtype, device, heads_first
         )
-        self.tables = SegmentTables(10, num_rows, device=device)
+        self.tables = SegmentTables(num_segments_max, num_rows, device=device)
         self.fill()
         self.place = dict(
             slot_mapping=slots,
@@ -137,6 +140,42 @@ def test_the_op_on_a_cpu(counts: list[int]) -> None:
     case.run()
     if counts:
         case.check(before)
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("shape", [(2, 96, 96), (5, 80, 80), (1, 256, 64), (40, 128, 128)])
+def test_other_shapes(device: torch.device, shape: tuple[int, int, int], is_neox_style: bool) -> None:
+    case = Case(device, [9, 60, 2], torch.bfloat16, shape)
+    before = case.before()
+    case.run(is_neox_style=is_neox_style)
+    case.check(before, is_neox_style)
+
+
+def test_angles_of_another_type(device: torch.device) -> None:
+    case = Case(device, [9, 60, 2], torch.bfloat16)
+    case.place["cos_sin_cache"] = case.place["cos_sin_cache"].float()
+    before = case.before()
+    case.run()
+    case.check(before)
+
+
+@pytest.mark.parametrize("name", ["cos_sin_cache", "key_cache", "value_cache"])
+def test_alignment_of_the_targets_does_not_matter(device: torch.device, name: str) -> None:
+    case = Case(device, [9, 60, 2], torch.float16)
+    tensor = case.place[name]
+    shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=device)[1:]
+    case.place[name] = shifted.view(tensor.shape).copy_(tensor)
+    before = case.before()
+    case.run()
+    case.check(before)
+
+
+def test_many_segments(device: torch.device) -> None:
+    """More than a warp looks up at once, most of them empty."""
+    case = Case(device, [3 * (i % 3 == 0) for i in range(70)], torch.float16, num_segments_max=80)
+    before = case.before()
+    case.run(num_programs=2)
+    case.check(before)
 
 
 @pytest.mark.parametrize("num_programs", [1, 8, 200])

@@ -10,6 +10,8 @@ from paged import paged_cache, relative_error
 
 from vllm_blend.ops.shift_scatter import rotate_oracle, shift_scatter, shift_scatter_oracle
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 MAX_POSITION = 1200
 
 
@@ -61,6 +63,10 @@ def test_equals_the_oracle(
     num_kv_heads, head_size, rotary_dim = shape
     heads_first = num_tokens % 2 == 0
     args = case(device, num_tokens, dtype, num_kv_heads, head_size, rotary_dim, heads_first)
+    check_against_the_oracle(args, is_neox_style)
+
+
+def check_against_the_oracle(args: dict[str, Any], is_neox_style: bool = True) -> None:
     before = {name: tensor.clone() for name, tensor in args.items()}
     expected = {name: tensor.clone() for name, tensor in args.items()}
     expected["key_cache"] = expected["key_cache"].float()
@@ -70,19 +76,42 @@ def test_equals_the_oracle(
     for name in ("k", "v", "positions", "slot_mapping", "cos_sin_cache"):
         assert torch.equal(args[name], before[name]), f"{name} was written to"
     assert torch.equal(args["value_cache"], expected["value_cache"])
-    rest = slice(rotary_dim, None)
+    rest = slice(args["cos_sin_cache"].shape[1], None)
     assert torch.equal(args["key_cache"][..., rest].float(), expected["key_cache"][..., rest])
     slots = args["slot_mapping"]
     slots = slots[slots >= 0]
-    written = torch.zeros(args["key_cache"].shape[:2], dtype=torch.bool, device=device)
+    written = torch.zeros(args["key_cache"].shape[:2], dtype=torch.bool, device=slots.device)
     written.view(-1)[slots] = True
     assert torch.equal(args["key_cache"][~written], before["key_cache"][~written])
     if slots.numel():
         got, exact = args["key_cache"][written], expected["key_cache"][written]
         angles = (args["positions"], args["cos_sin_cache"], is_neox_style)
-        same_type = rotate_oracle(args["k"], *angles, dtype=dtype)
+        same_type = rotate_oracle(args["k"], *angles, dtype=args["k"].dtype)
         allowed = 2 * relative_error(same_type, rotate_oracle(args["k"], *angles))
         assert relative_error(got, exact) <= max(allowed, 1e-6)
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("shape", [(2, 96, 96), (5, 80, 80), (1, 256, 64), (40, 128, 128)])
+def test_other_shapes(device: torch.device, shape: tuple[int, int, int], is_neox_style: bool) -> None:
+    check_against_the_oracle(case(device, 99, torch.bfloat16, *shape), is_neox_style)
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_angles_and_integers_of_other_types(device: torch.device, is_neox_style: bool) -> None:
+    args = case(device, 99, torch.bfloat16)
+    args["cos_sin_cache"] = args["cos_sin_cache"].float()
+    args["positions"], args["slot_mapping"] = args["positions"].int(), args["slot_mapping"].int()
+    check_against_the_oracle(args, is_neox_style)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "cos_sin_cache", "key_cache", "value_cache"])
+def test_alignment_does_not_matter(device: torch.device, name: str) -> None:
+    args = case(device, 99, torch.float16)
+    tensor = args[name]
+    shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=device)[1:]
+    args[name] = shifted.view(tensor.shape).copy_(tensor)
+    check_against_the_oracle(args)
 
 
 def test_strides_of_the_stored_kv_do_not_matter(device: torch.device) -> None:

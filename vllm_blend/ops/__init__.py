@@ -5,6 +5,7 @@
 ``segment_scatter``     the same for many chunks, read where they lie, in a launch that graphs can hold
 ``deviation``           squared distance of fresh to stored V, per token
 
-On a CPU the functions run their oracles, or, in Triton's interpreter (``TRITON_INTERPRET=1``), the
-kernels themselves.
+On a GPU the three that move data run their CUDA C++ kernels (csrc/) where those are built, else their
+Triton kernels. On a CPU the functions run their oracles, or, in Triton's interpreter
+(``TRITON_INTERPRET=1``), the Triton kernels themselves.
 """

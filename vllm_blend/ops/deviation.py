@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_blend.ops.library import FLOATS, check, check_inner_stride, register, use_triton
+from vllm_blend.ops.library import FLOATS, check, check_inner_stride, register, use_cuda, use_triton
 
 
 def deviation(fresh: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -74,6 +74,9 @@ def _deviation_kernel(
 def _run(fresh: torch.Tensor, stored: torch.Tensor, out: torch.Tensor) -> None:
     num_tokens, num_heads, head_size = fresh.shape
     if num_tokens == 0:
+        return
+    if use_cuda(fresh):
+        torch.ops.vllm_blend_C.deviation.default(fresh, stored, out)
         return
     if not use_triton(fresh):
         out.copy_(deviation_oracle(fresh, stored))

@@ -1,11 +1,16 @@
-"""What the ops share: registration with torch, and checks at the door."""
+"""What the ops share: registration with torch, the choice of kernels, and checks at the door."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
+
+logger = logging.getLogger("vllm.vllm_blend.ops")
 
 _library = torch.library.Library("vllm_blend", "FRAGMENT")
 
@@ -35,6 +40,59 @@ def register(schema: str, run: Callable[..., None]) -> None:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernel runs for ``tensor``'s device."""
     return tensor.is_cuda or INTERPRETED
+
+
+def use_cuda(tensor: torch.Tensor) -> bool:
+    """Whether the CUDA C++ kernel, under ``torch.ops.vllm_blend_C``, runs for ``tensor``'s device."""
+    return _chosen == "cuda" and tensor.is_cuda
+
+
+def implementations() -> tuple[str, ...]:
+    """Those of an op with a CUDA C++ kernel, on a GPU: "cuda" where it is built, and "triton"."""
+    return ("cuda", "triton") if _loaded else ("triton",)
+
+
+@contextlib.contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Chooses one of ``implementations()``, for tests and benchmarks.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    global _chosen
+    if name not in implementations():
+        raise ValueError(f"there is no {name!r} here; expected one of {implementations()}")
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def _load() -> bool:
+    """Loads the CUDA C++ ops (csrc/, built by setup.py) where they are and fit this torch."""
+    library = Path(__file__).parents[1] / "_C.abi3.so"
+    if not library.exists():
+        logger.debug("no CUDA C++ ops: %s was not built", library)
+        return False
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        logger.debug("no CUDA C++ ops: %s (%s)", error, error.__cause__)
+        return False
+    return True
+
+
+def _choose() -> str:
+    """The kernels that GPU tensors get; ``VLLM_BLEND_OPS=triton`` is for debugging."""
+    wish = os.environ.get("VLLM_BLEND_OPS", "")
+    if wish not in ("", "triton"):
+        raise ValueError(f"VLLM_BLEND_OPS is {wish!r}; expected triton")
+    return wish or implementations()[0]
+
+
+_loaded = _load()
+_chosen = _choose()
 
 
 def check(

@@ -26,6 +26,7 @@ from vllm_blend.ops.library import (
     check_inner_stride,
     check_rotary_dim,
     register,
+    use_cuda,
     use_triton,
 )
 from vllm_blend.ops.shift_scatter import shift_scatter_oracle
@@ -342,6 +343,20 @@ def launch(
     """``segment_scatter`` without checks, for callers that made the tensors themselves."""
     num_segments_max = segments.shape[0]
     if num_segments_max == 0:
+        return
+    if use_cuda(key_cache):
+        torch.ops.vllm_blend_C.segment_scatter.default(
+            addresses,
+            segments,
+            totals,
+            slot_mapping,
+            cos_sin_cache,
+            key_cache,
+            value_cache,
+            is_neox_style,
+            num_programs,
+            UNIT_TOKENS,
+        )
         return
     _, block_size, num_heads, head_size = key_cache.shape
     rotary_dim = cos_sin_cache.shape[1]

@@ -16,6 +16,7 @@ from vllm_blend.ops.library import (
     check_inner_stride,
     check_rotary_dim,
     register,
+    use_cuda,
     use_triton,
 )
 
@@ -207,6 +208,11 @@ def launch(
     """``shift_scatter`` without checks, for callers that made the tensors themselves."""
     num_tokens, num_heads, head_size = k.shape
     if num_tokens == 0:
+        return
+    if use_cuda(k):
+        torch.ops.vllm_blend_C.shift_scatter.default(
+            k, v, positions, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+        )
         return
     if not use_triton(k):
         shift_scatter_oracle(

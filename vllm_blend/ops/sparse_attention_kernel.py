@@ -1,4 +1,4 @@
-"""The Triton kernel of ``sparse_attention``, its tiles and launch; and FlashAttention's part of them."""
+"""The Triton kernel of ``sparse_attention``, its tiles and launch; FlashAttention's part of them."""
 
 # Triton kernels carry no types of Python's:
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
