@@ -174,7 +174,7 @@ def last_positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, span: 
     """Position of each row, if a request's rows are its last tokens, ``[num_rows]``."""
     if max(span.query_lens) == min(span.query_lens) == 1:
         return seq_lens - 1
-    row = torch.arange(sum(span.query_lens), device=seq_lens.device)
+    row = torch.arange(sum(span.query_lens), device=seq_lens.device, dtype=query_start_loc.dtype)
     request = torch.bucketize(row, query_start_loc[1:], right=True)
     return seq_lens[request] - (query_start_loc[request + 1] - row)
 

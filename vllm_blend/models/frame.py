@@ -18,8 +18,11 @@ from vllm_blend.models.load import StoredLayers
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables
 
-ALL_PROGRAMS = 264
-"""Of a launch that has the GPU to itself: two for each multiprocessor of a large one."""
+ALL_PROGRAMS = 132
+"""Programs of a launch that reads KV from GPU memory: one for each multiprocessor of a large one."""
+
+HOST_PROGRAMS = 8
+"""Of one that reads KV from host memory, beside other kernels: enough to fill PCIe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,10 @@ class Segment:
     row: int
     addresses: torch.Tensor
     kv: StoredKV
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kv.described[0][0].is_cuda
 
 
 def tabulated(segments: Sequence[Segment]) -> tuple[list[tuple[int, int, int]], torch.Tensor]:
@@ -72,6 +79,7 @@ class Frame:
         self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer)
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
         self._segment_tables: SegmentTables | None = None
+        self._tables_made = False
         self._described: dict[int, Any] = {}  # by id of the stock metadata
 
     def status(self, layer: int) -> Status:
@@ -106,7 +114,7 @@ class Frame:
         self.rows, self.positions = rows, self._all_positions[rows]
         self._places.clear()
         self._described.clear()
-        self._segment_tables = None  # more requests may have stored KV to fuse now
+        self._segment_tables, self._tables_made = None, False  # there may be more to fuse now
         return take
 
     def narrow(self, at: torch.Tensor) -> torch.Tensor:
@@ -134,7 +142,8 @@ class Frame:
         other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
         other.stored = StoredLayers([request], self.rows.device, self._num_layers, first_layer)
         other._kept_context = self.kept_context()
-        other._places, other._described, other._segment_tables = {}, {}, None
+        other._places, other._described = {}, {}
+        other._segment_tables, other._tables_made = None, False
         return other
 
     def results(self) -> dict[str, Any]:
@@ -212,7 +221,7 @@ class Frame:
         """Notes that all stored KV of the layers to come is in the cache."""
         self.fused |= self.kept.keys()
         self._places.clear()
-        self._segment_tables = None
+        self._segment_tables, self._tables_made = None, True
 
     def share_tables(self, attns: Iterable[Any]) -> bool:
         """Whether these layers have slots and blocks in common."""
@@ -238,10 +247,11 @@ class Frame:
 
     def _tables(self) -> SegmentTables | None:
         """Tables of the stored KV that is not in the cache yet, where all of it is on the GPU."""
-        if self._segment_tables is None:
-            segments = self.segments()
-            if not segments or not all(segment.kv.described[0][0].is_cuda for segment in segments):
-                return None
+        if self._tables_made:
+            return self._segment_tables
+        self._tables_made = True
+        segments = self.segments()
+        if segments and all(segment.on_gpu for segment in segments):
             from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
 
             self._segment_tables = SegmentTables(

@@ -23,7 +23,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import Status
-from vllm_blend.models.frame import Frame, Segment, tabulated
+from vllm_blend.models.frame import ALL_PROGRAMS, HOST_PROGRAMS, Frame, Segment, tabulated
 from vllm_blend.ops.segment_scatter import SegmentTables
 
 logger = logging.getLogger("vllm.vllm_blend")
@@ -31,14 +31,11 @@ logger = logging.getLogger("vllm.vllm_blend")
 ROW_STEP = 128
 """Rows are padded to a multiple of this: what a tile of a matrix product holds."""
 
-MAX_ROWS = 1024
+MAX_ROWS = 2048
 """Steps of more rows keep the GPU busy without a graph."""
 
 MAX_SEGMENTS = 256
 MAX_GRAPHS = 64
-
-BRANCH_PROGRAMS = 16
-"""Multiprocessors that writing stored KV takes from the layers beside it; 8 fill PCIe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +53,7 @@ class Shape:
     layers: range
     num_rows: int
     num_reqs: int
+    num_programs: int  # that write stored KV
     kv_cache: int  # address of the first layer's
 
 
@@ -140,6 +138,7 @@ class AfterCheckGraphs:
             plan.layers,
             -(-num_rows // ROW_STEP) * ROW_STEP,
             1 << (num_reqs - 1).bit_length(),
+            ALL_PROGRAMS if all(s.on_gpu for s in plan.segments) else HOST_PROGRAMS,
             attn.kv_cache.data_ptr(),
         )
         self._fill_stored(inputs, plan)
@@ -167,7 +166,7 @@ class AfterCheckGraphs:
         with torch.cuda.stream(self._branch):
             for index in range(shape.layers[0], len(self._layers)):
                 attn = self._layers[index].self_attn.attn
-                stored = StoredSegments(inputs.stored, index, inputs.all_slots, BRANCH_PROGRAMS)
+                stored = StoredSegments(inputs.stored, index, inputs.all_slots, shape.num_programs)
                 attn.impl.fuse_segments(attn.kv_cache, stored)
                 written.append(self._branch.record_event())
 
