@@ -121,10 +121,14 @@ class ChunkSpan:
 
 @dataclass(frozen=True, eq=False)
 class BlendPlan:
-    """What one request reuses. Immutable, so requests may share it (``n > 1``)."""
+    """What one request reuses. Immutable, so requests may share it (``n > 1``).
+
+    ``timed``: measure its stages (``models/clock.py``).
+    """
 
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
+    timed: bool = False
 
     def __deepcopy__(self, memo: object) -> BlendPlan:
         return self  # vLLM deep-copies sampling parameters; the KV is shared instead
@@ -163,6 +167,7 @@ class KeyedPlan:
 
     spans: tuple[KeyedSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
+    timed: bool = False
 
 
 @dataclass(eq=False)
@@ -245,6 +250,7 @@ class StepRequest:
 
     Attributes:
         row: its first row in the step.
+        request_id: vLLM's.
     """
 
     plan: BlendPlan | CollectPlan
@@ -252,6 +258,7 @@ class StepRequest:
     position: int
     num_rows: int
     device: torch.device
+    request_id: str = ""
 
     @property
     def settings(self) -> BlendSettings:

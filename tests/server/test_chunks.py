@@ -74,7 +74,7 @@ class Chunks(RuleBasedStateMachine):
     @invariant()
     def chunks_in_use_are_there(self) -> None:
         for span in self.used:
-            plan = self.kv.resolve(KeyedPlan((span,)))
+            plan = self.kv.resolve(KeyedPlan((span,)), "", 0)
             assert plan is not None
             assert plan.spans[0].kv.num_tokens == span.end
 

@@ -46,7 +46,10 @@ def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with log.open("w") as out:
         server = subprocess.Popen(
-            command, env=environment | {"VLLM_LOGGING_LEVEL": "INFO"}, stdout=out, stderr=out
+            command,
+            env=environment | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"},
+            stdout=out,
+            stderr=out,
         )
         try:
             wait_for(f"http://127.0.0.1:{port}/health", server, log)
@@ -113,7 +116,7 @@ def text_of(answer: Any) -> str:
 
 
 def reset_prefix_cache(url: str) -> None:
-    httpx.post(f"{url}/reset_prefix_cache", timeout=30)
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=30).status_code == 200
 
 
 def token_ids(url: str, prompt: str) -> list[int]:
@@ -279,23 +282,32 @@ def test_metrics(client: openai.OpenAI, url: str) -> None:
     texts, question = sample(1)
     warm(client, texts, question)
 
+    labels = f'{{engine="0",model_name="{NAME}"}}'  # as vLLM's own metrics have them
+    some = labels.rstrip("}") + ","
+
     def read() -> dict[str, float]:
         lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("vllm:blend_")]
-        return {name: float(value) for name, value in pairs}
+        return {name.replace(labels, ""): float(value) for name, value in pairs}
 
     before = read()
+    reset_prefix_cache(url)
     report = reported(chat(client, texts, question, **xargs({"report": True})))
     after = read()
 
     def rose(name: str) -> float:
+        name = name.replace("{", some)
         return after[name] - before.get(name, 0)
 
     assert rose('vllm:blend_requests_total{result="blended"}') == 1
     assert rose('vllm:blend_prompt_tokens_total{source="reused"}') == report["reused_tokens"]
     assert rose("vllm:blend_recomputed_tokens_total") == report["recomputed_tokens"]
     assert rose('vllm:blend_chunks_total{result="hit"}') == report["chunks"]
-    assert rose("vllm:blend_lookup_seconds_count") == 1
+    for stage in ("lookup", "load", "select", "fuse"):
+        assert rose(f"vllm:blend_{stage}_seconds_count") == 1
+        took = rose(f"vllm:blend_{stage}_seconds_sum")
+        assert took == pytest.approx(report[f"{stage}_seconds"], rel=1e-3)
+        assert 0 < took < 10
     assert after["vllm:blend_stored_chunks"] == report["stored_chunks"] >= 3
     assert after["vllm:blend_stored_bytes"] == report["stored_bytes"] > 0
 
@@ -323,6 +335,7 @@ def test_prometheus_answers_the_dashboards_queries(
         left = [target["expr"] for panel in panels for target in panel["targets"]]
         end = time.monotonic() + 60
         while left and time.monotonic() < end:
+            reset_prefix_cache(url)  # else there is nothing to select or fuse
             chat(client, texts, question)
             left = [query for query in left if not answered(port, query)]
         assert not left

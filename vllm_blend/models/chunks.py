@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
 
 from vllm_blend.core import BlendPlan, BlendStep, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan, StoredKV
-
-logger = logging.getLogger("vllm.vllm_blend")
+from vllm_blend.server.mail import Lost
 
 
 class ChunkKV:
-    """The KV that ``KeyedPlan`` names, in host memory."""
+    """The KV that ``KeyedPlan`` names, in host memory.
+
+    Attributes:
+        lost: what plans named and was not here, since it was last asked for.
+    """
 
     def __init__(self) -> None:
+        self.lost: list[Lost] = []
         self._chunks: dict[ChunkKey, StoredKV] = {}
 
     def __len__(self) -> int:
@@ -25,19 +28,28 @@ class ChunkKV:
     def num_bytes(self) -> int:
         return sum(kv.num_bytes for kv in self._chunks.values())
 
-    def resolve(self, plan: BlendPlan | CollectPlan | KeyedPlan) -> BlendPlan | CollectPlan | None:
-        """The plan with its KV; a span whose KV is not here is computed like any other token."""
+    def resolve(
+        self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int
+    ) -> BlendPlan | CollectPlan | None:
+        """The plan with its KV; a span whose KV is not here is computed like any other token.
+
+        Args:
+            request_id: whose plan it is.
+            computed: its tokens that are in the paged cache already.
+        """
         if not isinstance(plan, KeyedPlan):
             return plan
         spans = []
         for span in plan.spans:
             kv = self._chunks.get(span.key)
-            if kv is None or span.offset + span.end - span.start > kv.num_tokens:
-                logger.error("vllm_blend: chunk %s is not here; computing it", span.key.hex())
+            end = span.offset + span.end - span.start
+            if kv is None or end > kv.num_tokens:
+                reason = "gone" if kv is None else "short"
+                self.lost.append(Lost(request_id, span.key, computed, reason))
                 continue
-            part = kv.tokens(span.offset, span.offset + span.end - span.start)
+            part = kv.tokens(span.offset, end)
             spans.append(ChunkSpan(span.start, part))
-        return BlendPlan(tuple(spans), plan.settings) if spans else None
+        return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
 
     def keep(self, step: BlendStep) -> None:
         """Keeps what the step collected under a key, once it is whole."""

@@ -9,7 +9,7 @@ paged cache: loop -> layer -> attention -> backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,9 +22,11 @@ from vllm_blend.attention import blend_impl
 from vllm_blend.core import BlendStep, KVShape, Status
 from vllm_blend.door import CacheFuseMetadata
 from vllm_blend.models.chunks import ChunkKV
+from vllm_blend.models.clock import Seconds, StageClock
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
 from vllm_blend.select import View, choose_rows, num_kept
+from vllm_blend.server.mail import News
 
 
 class BlendModel(torch.nn.Module):
@@ -38,6 +40,7 @@ class BlendModel(torch.nn.Module):
         blend_step: set by the runner's hook for a step that blends or collects, else None.
         fusable_ops: vLLM's ops that a blend step runs in their CUDA form.
         chunks: a server's chunks.
+        clocks: of the steps since they were last asked for.
     """
 
     # of vLLM's inner models
@@ -54,6 +57,7 @@ class BlendModel(torch.nn.Module):
     blend_step: BlendStep | None
     fusable_ops: list[Any]
     chunks: ChunkKV
+    clocks: list[StageClock]
 
     def __call__(
         self,
@@ -71,6 +75,21 @@ class BlendModel(torch.nn.Module):
         self.chunks.keep(self.blend_step)
         return output
 
+    def take_news(self) -> Callable[[], News] | None:
+        """What there is to tell the scheduler, to be called once the step has ended."""
+        clocks, self.clocks = self.clocks, []
+        lost, self.chunks.lost = self.chunks.lost, []
+        if not clocks and not lost:
+            return None
+
+        def news() -> News:
+            seconds: Seconds = {}
+            for clock in clocks:
+                seconds |= clock.seconds()
+            return News(lost=lost, seconds=seconds)
+
+        return news
+
     def blend(self, hidden: torch.Tensor, positions: torch.Tensor, step: BlendStep) -> torch.Tensor:
         """Runs the layers; returns ``[num_tokens, hidden_size]``, 0 in rows that were not computed."""
         output = torch.zeros_like(hidden)
@@ -81,7 +100,8 @@ class BlendModel(torch.nn.Module):
             status = frame.status(index)
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
-                take = choose(frame, index, self.layers, hidden, residual)
+                with frame.clock.stage("select"):
+                    take = choose(frame, index, self.layers, hidden, residual)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
             attn, fusion = layer.self_attn.attn, None
@@ -92,7 +112,8 @@ class BlendModel(torch.nn.Module):
                     take = keep_kv_only(frame, layer, hidden, residual)
                     hidden, residual = hidden[take], residual[take]
             if not frame.rows.numel():  # a window of chunked prefill may hold reused tokens alone
-                attn.impl.fuse(attn, attn.kv_cache, fusion)
+                with frame.clock.stage("fuse"):
+                    attn.impl.fuse(attn, attn.kv_cache, fusion)
                 continue
             with frame.context(attn, fusion), collecting(frame, index, layer.self_attn):
                 hidden, residual = layer(frame.positions, hidden, residual)
@@ -100,6 +121,7 @@ class BlendModel(torch.nn.Module):
         if frame.rows.numel():
             hidden, _ = self.norm(hidden, residual)
             output[frame.rows] = hidden[: frame.rows.numel()]
+        self.clocks.append(frame.clock)
         return output
 
 
@@ -151,6 +173,7 @@ def enable_blending(
     model.old_kvs = None
     model.blend_step = None
     model.chunks = ChunkKV()
+    model.clocks = []
     model.fusable_ops = compat_cuda.fusable_ops(model.layers)
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:

@@ -119,10 +119,20 @@ class KnownChunks:
         self.num_tokens -= len(self._coming.pop(key).token_ids)
         self._to_drop += [*drops, key]
 
+    def lose(self, key: ChunkKey) -> KnownChunk | None:
+        """The model's process does not have the chunk; None if that was known already."""
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._remove(key)
+        return chunk
+
     def _drop(self, key: ChunkKey) -> None:
+        self._remove(key)
+        self.num_evicted += 1
+
+    def _remove(self, key: ChunkKey) -> None:
         chunk = self._chunks.pop(key)
         self.num_tokens -= len(chunk.token_ids)
-        self.num_evicted += 1
         self._to_drop.append(key)
         index = self._indexes[chunk.tenant]
         index.remove(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -19,14 +20,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
 from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
-from vllm_blend.select import num_kept
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.gate import Gate
+from vllm_blend.server.mail import Lost, News
 from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
-from vllm_blend.server.wire import REPORT_KEY, BlendRequest
+from vllm_blend.server.reports import Reports
+from vllm_blend.server.wire import BlendRequest
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -42,6 +44,8 @@ class BlendScheduler:
     # of vLLM's scheduler
     kv_cache_manager: Any
     vllm_config: Any
+    log_stats: bool
+    requests: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock: Any = super()
@@ -69,9 +73,11 @@ class BlendScheduler:
             settings.blend,
             self._own_request,
         )
-        self._reports: dict[str, dict[str, Any]] = {}
         self._plans: dict[str, KeyedPlan] = {}
         self._num_seen = 0
+        engine = self.vllm_config.parallel_config.data_parallel_index
+        labels = model_config.served_model_name, str(engine)
+        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
         self._block_size = kwargs["hash_block_size"]
         self._hasher: Any = None
         manager = self.kv_cache_manager
@@ -105,31 +111,22 @@ class BlendScheduler:
             spans, missed = self._look_up(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        plan = None
         if spans:
-            plan = KeyedPlan(tuple(spans), wish.settings)
+            timed = wish.report or bool(self.log_stats)
+            plan = KeyedPlan(tuple(spans), wish.settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
             self._name_blocks(request, plan, tenant)
-        reused = sum(span.end - span.start for span in spans)
-        ratio = (wish.settings.recomp_ratios or (wish.settings.recomp_ratio,))[-1]
-        self._reports[request.request_id] = {
-            "prompt_tokens": len(tokens),
-            "reused_tokens": reused,
-            "recomputed_tokens": num_kept(ratio, reused),
-            "chunks": len(spans),
-            "missed_chunks": missed,
-            "lookup_seconds": time.perf_counter() - start,
-            "why_not": why,
-            "asked": wish.report,
-            "counts": True,
-        }
-        if self.blend_settings.log_requests:
-            what = (
-                f"not blended, {why}"
-                if why
-                else f"{reused} of {len(tokens)} prompt tokens reused in {len(spans)} chunks"
-            )
-            logger.info("Request %s: %s; %d chunks missed", request.request_id, what, missed)
+        self.blend_reports.add(
+            request.request_id,
+            len(tokens),
+            plan,
+            missed=missed,
+            why_not=why,
+            lookup_seconds=time.perf_counter() - start,
+            asked=wish.report,
+        )
 
     def _name_blocks(self, request: Any, plan: KeyedPlan, tenant: str) -> None:
         """Its approximate blocks get names of their own in the prefix cache."""
@@ -244,7 +241,7 @@ class BlendScheduler:
         return finished
 
     def _forget(self, request_id: str) -> None:
-        self._reports.pop(request_id, None)
+        self.blend_reports.forget(request_id)
         plan = self._plans.pop(request_id, None)
         if plan is not None:
             self.blend_chunks.unpin(span.key for span in plan.spans)
@@ -256,10 +253,58 @@ class BlendScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
         self.blend_background.earn(theirs)
+        self._hear(News.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
         for result in results.values():
             result.outputs = [out for out in result.outputs if not self._took(out)]
         return results
+
+    def _hear(self, news: News) -> None:
+        """Notes what the model's process tells."""
+        for request_id, stages in news.seconds.items():
+            self.blend_reports.took(request_id, stages)
+        for lost in news.lost:
+            self._lose(lost)
+
+    def _lose(self, lost: Lost) -> None:
+        """A chunk's KV is not where it should be: it will be computed again.
+
+        The request that was to reuse it goes on with what is left of its plan. Its blocks were named
+        by the plan when it was scheduled, so they are taken out of the prefix cache. (A request with
+        the same plan in the same step may have read them: they are nearer to full prefill than their
+        names say.)
+        """
+        chunk = self.blend_chunks.lose(lost.key)
+        if chunk is not None:
+            self.blend_background.add(chunk.tenant, chunk.token_ids)
+        if self.blend_gate.is_mine(lost.request_id):
+            self.blend_gate.lose()
+        request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
+        if request is None or plan is None:
+            return
+        spans = [s for s in plan.spans if s.key == lost.key and s.end > lost.computed]
+        if not spans:  # it has their tokens from the prefix cache
+            return
+        self.blend_chunks.unpin(span.key for span in spans)
+        left = tuple(span for span in plan.spans if span not in spans)
+        del self._plans[lost.request_id], request.sampling_params.extra_args[EXTRA_ARG]
+        new = replace(plan, spans=left) if left else None
+        if new is not None:
+            self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
+        self._disown_blocks(request, max(lost.computed, plan.spans[0].start))
+        self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
+
+    def _disown_blocks(self, request: Any, start: int) -> None:
+        """Takes a request's blocks from token ``start`` on out of the prefix cache."""
+        if self._hasher is None:
+            return
+        names = request.blend_names
+        names.salt = f"vllm_blend:{request.request_id}"  # what it computes from now on is its own
+        request.block_hashes = names.mixed(request, self._hasher, names.first)
+        manager = self.kv_cache_manager
+        groups = manager.kv_cache_config.kv_cache_groups
+        for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
+            manager.evict_blocks(set(blocks[start // group.kv_cache_spec.block_size :]))
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""
@@ -272,14 +317,7 @@ class BlendScheduler:
             if output.finish_reason is not None:
                 self.blend_gate.finish(_first_logprobs(output.new_logprobs))
             return True
-        report = self._reports.get(request_id)
-        if report is not None:
-            params = output.kv_transfer_params or {}
-            output.kv_transfer_params = params | {REPORT_KEY: report | self._sizes()}
-            # an answer has the report of its last output
-            self._reports[request_id] = report | {"counts": False}
-            if not report["asked"]:
-                del self._reports[request_id]
+        self.blend_reports.attach(output)
         if output.finish_reason is not None:
             self._forget(request_id)
         return False
