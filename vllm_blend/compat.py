@@ -13,9 +13,9 @@ vLLM is patched through its registries where it has them. What is left is here:
     Goes when plugins may amend an engine's configuration.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
-``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that their outputs bring the scheduler
-    news of the model's process (``server/mail.py``).
-    Goes when a model runner's output has room for a plugin's data.
+``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
+    model's process can tell each other what they must know (``server/mail.py``).
+    Goes when vLLM's messages between them have room for a plugin's data.
 
 What only engines on CUDA need is in ``compat_cuda.py``.
 """
@@ -46,7 +46,7 @@ from vllm_blend.plugin import ARCHITECTURES
 from vllm_blend.server.admission import admit as admit_wish
 from vllm_blend.server.admission import check_can_blend, count_reports
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.server.mail import NEWS, News
+from vllm_blend.server.mail import NEWS, News, Orders
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -173,7 +173,7 @@ def install_model_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
     _models[vllm_config.instance_id] = model
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
     for name in ("execute_model", "sample_tokens"):
-        _wrap(Worker, name, _output_with_news)
+        _wrap(Worker, name, _with_mail)
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
 
 
@@ -262,10 +262,12 @@ def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> An
         model.blend_step = None
 
 
-def _output_with_news(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sends what the model's process has to tell with the output of a step."""
-    output = stock(worker, *args, **kwargs)
+def _with_mail(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the scheduler's orders before a step, and sends news with its output."""
     model = _models.get(worker.vllm_config.instance_id)
+    if model is not None and args:
+        model.chunks.obey(Orders.of(args[0]))
+    output = stock(worker, *args, **kwargs)
     if model is None or output is None:
         return output
     news = model.take_news()

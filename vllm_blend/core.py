@@ -152,6 +152,20 @@ ChunkKey = bytes
 
 
 @dataclass(frozen=True)
+class ChunkIds:
+    """A server's chunk by what makes it.
+
+    Attributes:
+        tenant: only its requests find the chunk.
+        context: token ids that its KV is computed behind.
+    """
+
+    tenant: str
+    token_ids: tuple[int, ...]
+    context: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class KeyedSpan:
     """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on."""
 
@@ -178,7 +192,8 @@ class CollectPlan:
 
     Attributes:
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
-        key: keep it in the model's process under this key, once those in ``drop`` are gone.
+        key: keep it in the model's process under this key.
+        chunk: what is kept, for a store's lower tiers.
     """
 
     start: int = 0
@@ -186,7 +201,7 @@ class CollectPlan:
     num_prompt_tokens: int = 0
     kv: list[LayerKV] = field(default_factory=list)
     key: ChunkKey | None = None
-    drop: tuple[ChunkKey, ...] = ()
+    chunk: ChunkIds | None = None
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 from vllm.exceptions import VLLMValidationError
 
@@ -18,8 +19,6 @@ from vllm_blend.models.clock import StageClock
 from vllm_blend.server.chunks import chunk_key
 from vllm_blend.server.mail import News
 
-REPORT = {"report": True}
-
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
@@ -29,51 +28,6 @@ def server(tiny: Any) -> Iterator[Engine]:
     ) as engine:
         drain(engine)
         yield engine
-
-
-def scheduler(engine: Engine) -> Any:
-    return engine.llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def drain(engine: Engine) -> None:
-    """Steps until the engine's own requests are done."""
-    core = engine.llm.llm_engine.engine_core.engine_core
-    while core.scheduler.has_requests():
-        core.step_fn()
-
-
-def outputs(engine: Engine, prompts: list[list[int]], fields: list[Any], **params: Any) -> list[Any]:
-    from vllm import SamplingParams
-
-    options: dict[str, Any] = dict(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    each = [
-        SamplingParams(**(options | params), extra_args=None if field is None else {"blend": field})
-        for field in fields
-    ]
-    tokens = [{"prompt_token_ids": ids} for ids in prompts]
-    found: list[Any] = engine.llm.generate(tokens, each, use_tqdm=False)
-    return found
-
-
-def answer(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
-
-
-def report(output: Any) -> dict[str, Any]:
-    found: dict[str, Any] = output.kv_transfer_params["blend"]
-    return found
-
-
-def prompt_of(
-    engine: Engine, seeds: list[int], size: int = 100, head: int = 5
-) -> tuple[list[int], list[list[int]]]:
-    """A prompt of random chunks, and their spans."""
-    prompt = engine.ids(head, 99)
-    spans = []
-    for seed in seeds:
-        spans.append([len(prompt), len(prompt) + size])
-        prompt += engine.ids(size, seed)
-    return prompt + engine.ids(12, 98), spans
 
 
 def test_the_check_passed(server: Engine) -> None:
@@ -328,13 +282,6 @@ def test_a_chunk_lost_under_cached_blocks_is_collected_again(server: Engine) -> 
     assert len(server.model.chunks) >= len(state.blend_chunks)
 
 
-def test_the_check_does_not_pass_without_its_kv(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChunkKV, "keep", lambda *_: None)
-    with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
-        drain(engine)
-        assert "did not keep" in scheduler(engine).blend_gate.verdict
-
-
 def test_several_answers_and_logprobs(server: Engine) -> None:
     prompt, spans = prompt_of(server, [51, 52])
     outputs(server, [prompt], [{"spans": spans}])
@@ -465,6 +412,13 @@ def test_the_check_refuses_a_model_that_rotates_otherwise(
         (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
         assert "start-up check failed" in report(found)["why_not"]
         assert report(found)["reused_tokens"] == 0
+
+
+def test_the_check_does_not_pass_without_its_kv(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkKV, "keep", lambda *_: None)
+    with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
+        drain(engine)
+        assert "did not keep" in scheduler(engine).blend_gate.verdict
 
 
 def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:

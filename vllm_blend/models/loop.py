@@ -22,10 +22,12 @@ from vllm_blend.attention import blend_impl
 from vllm_blend.core import BlendStep, KVShape, Status
 from vllm_blend.door import CacheFuseMetadata
 from vllm_blend.models.chunks import ChunkKV
-from vllm_blend.models.clock import Seconds, StageClock
+from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
+from vllm_blend.models.tiers import Tiers
 from vllm_blend.select import View, choose_rows, num_kept
+from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.mail import News
 
 
@@ -78,15 +80,15 @@ class BlendModel(torch.nn.Module):
     def take_news(self) -> Callable[[], News] | None:
         """What there is to tell the scheduler, to be called once the step has ended."""
         clocks, self.clocks = self.clocks, []
-        lost, self.chunks.lost = self.chunks.lost, []
-        if not clocks and not lost:
+        told = self.chunks.take_news()
+        if told is None and not clocks:
             return None
 
         def news() -> News:
-            seconds: Seconds = {}
+            found = told or News()
             for clock in clocks:
-                seconds |= clock.seconds()
-            return News(lost=lost, seconds=seconds)
+                found.seconds |= clock.seconds()
+            return found
 
         return news
 
@@ -178,6 +180,9 @@ def enable_blending(
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:
         model.unsupported = prepare_layers(model, vllm_config)
+    settings = ServerSettings.of(vllm_config)
+    if settings is not None and settings.store is not None and model.unsupported is None:
+        model.chunks.tiers = Tiers.open(settings.store, vllm_config, model.kv_shape)
     if model.unsupported is not None:
         compat.report_unsupported(vllm_config, model.unsupported)
     compat.install_model_hooks(model, vllm_config)

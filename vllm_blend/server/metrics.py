@@ -14,6 +14,7 @@ LOST = ("gone", "short")
 
 STAGES = {
     "lookup": "Time to find a request's chunks.",
+    "wait": "Time a request waited for chunks of the store's lower tiers.",
     "load": "Time to bring a request's stored KV to the device, beside the compute where it can be.",
     "select": "Time to choose the tokens of a request that are recomputed.",
     "fuse": "Time to write a request's stored KV, rotated to its place, to the paged cache.",
@@ -48,13 +49,18 @@ class Metrics:
         self.lost = counter(
             "lost_chunks", "Missed chunks whose KV should have been in memory, by reason.", "reason"
         )
+        self.loaded = counter("loaded_chunks", "Chunks hit that came from the store's lower tiers.")
         self.seconds = {
             stage: Histogram(f"vllm:blend_{stage}_seconds", text, LABELS, buckets=BUCKETS)
             for stage, text in STAGES.items()
         }
+        self.parts = {
+            "stored_chunks": gauge("stored_chunks", "Chunks whose KV is kept, by tier.", "tier"),
+            "stored_bytes": gauge("stored_bytes", "Bytes of kept KV, by tier.", "tier"),
+            "store_hits": gauge("store_hits", "Chunks found in the store since the start.", "tier"),
+            "store_misses": gauge("store_misses", "Chunks not had from it, by reason.", "reason"),
+        }
         self.sizes = {
-            "stored_chunks": gauge("stored_chunks", "Chunks whose KV is kept."),
-            "stored_bytes": gauge("stored_bytes", "Bytes of kept KV."),
             "computed_chunks": gauge(
                 "computed_chunks", "Chunks computed in the background since the start."
             ),
@@ -75,6 +81,10 @@ class Metrics:
         for stage, histogram in self.seconds.items():
             if (seconds := report.get(f"{stage}_seconds")) is not None:
                 histogram.labels(*labels).observe(seconds)
+        self.loaded.labels(*labels).inc(report["loaded_chunks"])
+        for name, gauge in self.parts.items():
+            for part, value in report[name].items():
+                gauge.labels(*labels, part).set(value)
         for name, gauge in self.sizes.items():
             gauge.labels(*labels).set(report[name])
 

@@ -49,6 +49,7 @@ class Reports:
             "prompt_tokens": num_prompt_tokens,
             "missed_chunks": missed,
             "lost_chunks": {},
+            "loaded_chunks": 0,
             "lookup_seconds": lookup_seconds,
             "why_not": why_not,
             "asked": asked,
@@ -58,6 +59,10 @@ class Reports:
         self._reports[request_id] = report | _reused(plan)
         if self._log_requests:
             self._log(request_id)
+
+    def waited(self, request_id: str, seconds: float, loaded: int) -> None:
+        """A request waited for chunks of the store, and ``loaded`` of them came."""
+        self._reports[request_id] |= {"wait_seconds": seconds, "loaded_chunks": loaded}
 
     def lose(
         self, request_id: str, spans: list[KeyedSpan], reason: str, plan: KeyedPlan | None

@@ -1,6 +1,7 @@
 """The engine's side of a blending server: a mixin for vLLM's scheduler.
 
-``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content
+``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
+                         one whose chunks may be in a store's lower tiers waits for the answer
 ``schedule``             lets in the engine's own requests: the start-up check, missed chunks
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
@@ -23,8 +24,9 @@ from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.gate import Gate
-from vllm_blend.server.mail import Lost, News
+from vllm_blend.server.mail import ORDERS, Lost, News, Orders
 from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
 from vllm_blend.server.reports import Reports
@@ -32,6 +34,8 @@ from vllm_blend.server.wire import BlendRequest
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
+STARTED = "blend_started"
+"""An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
 LEARNED_TOKENS = 64
 """Auto mode: a text that comes back in another place becomes a chunk from this length on."""
 RECENT_TOKENS = 1_000_000
@@ -55,7 +59,7 @@ class BlendScheduler:
         model_config = self.vllm_config.model_config
         self.blend_settings = settings
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
-        self.blend_chunks = KnownChunks(int(settings.ram_gb * 2**30) // self.blend_token_bytes)
+        self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
         self.blend_recent = SequenceIndex(RECENT_TOKENS)
         context = chunk_context(self.vllm_config)
         longest = model_config.max_model_len - 1
@@ -66,6 +70,9 @@ class BlendScheduler:
             settings.background_share,
             self._own_request,
         )
+        self.blend_fetches: Fetches | None = None
+        if settings.store is not None:
+            self.blend_fetches = Fetches(self.blend_chunks, self.blend_background)
         self.blend_gate = Gate(
             model_config.get_vocab_size(),
             longest,
@@ -74,6 +81,7 @@ class BlendScheduler:
             self._own_request,
         )
         self._plans: dict[str, KeyedPlan] = {}
+        self._store_stats: dict[str, int] = {}
         self._num_seen = 0
         engine = self.vllm_config.parallel_config.data_parallel_index
         labels = model_config.served_model_name, str(engine)
@@ -95,15 +103,43 @@ class BlendScheduler:
         params = request.sampling_params
         wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(wire, dict):
-            self._plan(request, BlendRequest.from_wire(wire))
+            wish = BlendRequest.from_wire(wire)
+            if self.blend_fetches is None:
+                self._plan(request, wish)
+            else:
+                self.blend_fetches.waiting[request.request_id] = Waiting(wish)
+                self._ask(request)
         stock.add_request(request)
 
-    def _plan(self, request: Any, wish: BlendRequest) -> None:
+    def _ask(self, request: Any) -> None:
+        """Asks for the chunks that a waiting request lacks, once the start-up check is done."""
+        fetches = self.blend_fetches
+        if fetches is None or self.blend_gate.verdict is None:
+            return
+        waiting = fetches.waiting[request.request_id]
+        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+        marked = [tokens[start:end] for start, end in waiting.wish.spans]
+        can = not self._why_not()
+        missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
+        fetches.wait(waiting, tenant, missing)
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Asked by vLLM's scheduler before it lets a request in."""
+        stock: Any = super()
+        fetches = self.blend_fetches
+        if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
+            if not waiting.done:
+                return False
+            del fetches.waiting[request.request_id]
+            self._plan(request, waiting.wish, waiting)
+        return bool(stock._handle_blocked_waiting_request(request))
+
+    def _plan(self, request: Any, wish: BlendRequest, waited: Waiting | None = None) -> None:
         """Gives the request its plan, or takes its wish away where nothing can be reused."""
         start = time.perf_counter()
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
-        tenant = wish.tenant or request.cache_salt or ""
+        tenant = _tenant(request, wish)
         spans: list[KeyedSpan] = []
         missed = 0
         why = self._why_not()
@@ -127,6 +163,10 @@ class BlendScheduler:
             lookup_seconds=time.perf_counter() - start,
             asked=wish.report,
         )
+        if waited is not None and waited.keys:
+            loaded = sum(span.key in waited.keys for span in spans)
+            seconds = min(waited.until, time.monotonic()) - waited.since
+            self.blend_reports.waited(request.request_id, seconds, loaded)
 
     def _name_blocks(self, request: Any, plan: KeyedPlan, tenant: str) -> None:
         """Its approximate blocks get names of their own in the prefix cache."""
@@ -151,7 +191,7 @@ class BlendScheduler:
                 spans.append(KeyedSpan(start, end, key))
             else:
                 missed += 1
-                self.blend_background.add(tenant, tokens[start:end])
+                self._miss(tenant, tokens[start:end])
         if wish.auto:
             spans += self._find(tenant, tokens, spans)
             self._learn(tenant, tokens, spans)
@@ -168,13 +208,20 @@ class BlendScheduler:
             and not any(run.start < span.end and span.start < run.end for span in taken)
         ]
 
+    def _miss(self, tenant: str, token_ids: TokenIds) -> None:
+        """A chunk is not in memory: it is fetched, or computed in the background."""
+        if self.blend_fetches is None:
+            self.blend_background.add(tenant, token_ids)
+        else:
+            self.blend_fetches.ask(tenant, token_ids)
+
     def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
         """Text of earlier prompts that comes back behind other text becomes a chunk."""
         for run in self.blend_recent.find(tokens[:-1], LEARNED_TOKENS):
             covered = any(run.start < span.end and span.start < run.end for span in spans)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:
-                self.blend_background.add(tenant, tokens[run.start : run.end])
+                self._miss(tenant, tokens[run.start : run.end])
         self._num_seen += 1
         self.blend_recent.add((tenant, self._num_seen), tokens)
 
@@ -206,19 +253,27 @@ class BlendScheduler:
         stock: Any = super()
         for request in self.blend_gate.start():
             stock.add_request(request)
-        if self.blend_gate.verdict is not None:
+        if self.blend_gate.verdict is not None and not self.blend_gate.told:
             self._tell_verdict()
+            for request_id in self.blend_fetches.waiting if self.blend_fetches is not None else ():
+                self._ask(self.requests[request_id])
         if self.blend_gate.verdict == "":
             busy = stock.get_num_unfinished_requests() > self.blend_background.num_running
             for request in self.blend_background.start(idle=not busy):
                 stock.add_request(request)
-        return stock.schedule(*args, **kwargs)
+        output = stock.schedule(*args, **kwargs)
+        fetch = self.blend_fetches.take_asked() if self.blend_fetches else ()
+        orders = Orders(self.blend_chunks.take_drops(), fetch)
+        if orders != Orders():
+            setattr(output, ORDERS, orders)
+        setattr(output, STARTED, time.monotonic())
+        return output
 
     def _tell_verdict(self) -> None:
         gate = self.blend_gate
-        if not gate.told and gate.verdict:
+        if gate.verdict:
             logger.error("vllm_blend: this model cannot blend: %s. Nothing is reused.", gate.verdict)
-        elif not gate.told:
+        else:
             logger.info("vllm_blend: the start-up check passed, largest error %.2g.", gate.error)
         gate.told = True
 
@@ -227,6 +282,7 @@ class BlendScheduler:
         if stock.has_requests():
             return True
         waiting = self.blend_gate.verdict is None or self.blend_background.num_waiting > 0
+        waiting |= bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +298,8 @@ class BlendScheduler:
 
     def _forget(self, request_id: str) -> None:
         self.blend_reports.forget(request_id)
+        if self.blend_fetches is not None:
+            self.blend_fetches.waiting.pop(request_id, None)
         plan = self._plans.pop(request_id, None)
         if plan is not None:
             self.blend_chunks.unpin(span.key for span in plan.spans)
@@ -253,6 +311,10 @@ class BlendScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
         self.blend_background.earn(theirs)
+        started = getattr(scheduler_output, STARTED, None)
+        if self.blend_fetches is not None and started and not self._plans.keys() & scheduled.keys():
+            seconds = time.monotonic() - started
+            self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
         self._hear(News.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
         for result in results.values():
@@ -265,6 +327,10 @@ class BlendScheduler:
             self.blend_reports.took(request_id, stages)
         for lost in news.lost:
             self._lose(lost)
+        for key, found in news.fetched.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.answer(key, found)
+        self._store_stats = news.store or self._store_stats
 
     def _lose(self, lost: Lost) -> None:
         """A chunk's KV is not where it should be: it will be computed again.
@@ -276,7 +342,7 @@ class BlendScheduler:
         """
         chunk = self.blend_chunks.lose(lost.key)
         if chunk is not None:
-            self.blend_background.add(chunk.tenant, chunk.token_ids)
+            self._miss(chunk.tenant, chunk.token_ids)
         if self.blend_gate.is_mine(lost.request_id):
             self.blend_gate.lose()
         request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
@@ -323,11 +389,17 @@ class BlendScheduler:
         return False
 
     def _sizes(self) -> dict[str, Any]:
+        store = self._store_stats
+        chunks, num_bytes = _under("entries", store), _under("bytes", store)
+        chunks["host"] = len(self.blend_chunks)
+        num_bytes["host"] = self.blend_chunks.num_tokens * self.blend_token_bytes
         return {
-            "stored_chunks": len(self.blend_chunks),
-            "stored_bytes": self.blend_chunks.num_tokens * self.blend_token_bytes,
+            "stored_chunks": chunks,
+            "stored_bytes": num_bytes,
             "computed_chunks": self.blend_background.num_computed,
             "evicted_chunks": self.blend_chunks.num_evicted,
+            "store_hits": _under("hits", store),
+            "store_misses": _under("misses", store),
         }
 
 
@@ -337,6 +409,16 @@ class BlendSyncScheduler(BlendScheduler, Scheduler):
 
 class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with blending."""
+
+
+def _tenant(request: Any, wish: BlendRequest) -> str:
+    return wish.tenant or request.cache_salt or ""
+
+
+def _under(kind: str, stats: dict[str, int]) -> dict[str, int]:
+    """``{"disk": 3}`` of ``{"hits.disk": 3}``."""
+    pairs = (name.split(".", 1) for name in stats if name.startswith(f"{kind}."))
+    return {name: stats[f"{kind}.{name}"] for _, name in pairs}
 
 
 def bytes_per_token(vllm_config: Any) -> int:
