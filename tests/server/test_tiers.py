@@ -106,7 +106,7 @@ def test_a_started_server_finds_what_one_before_it_computed(started: Engine, wri
     again, told = ask(started, written, 0)
     assert again == first
     assert told["loaded_chunks"] == 0
-    assert told["store_hits"] == {"disk": 3}
+    assert told["store_hits"] == {"host": 0, "disk": 3}
     assert told["stored_chunks"] == {"host": 3, "disk": 9}
     assert told["stored_bytes"]["disk"] > 2 * told["stored_bytes"]["host"] > 0
 

@@ -391,6 +391,7 @@ class BlendScheduler:
     def _sizes(self) -> dict[str, Any]:
         store = self._store_stats
         chunks, num_bytes = _under("entries", store), _under("bytes", store)
+        hits = dict.fromkeys(chunks, 0) | _under("hits", store)
         chunks["host"] = len(self.blend_chunks)
         num_bytes["host"] = self.blend_chunks.num_tokens * self.blend_token_bytes
         return {
@@ -398,7 +399,7 @@ class BlendScheduler:
             "stored_bytes": num_bytes,
             "computed_chunks": self.blend_background.num_computed,
             "evicted_chunks": self.blend_chunks.num_evicted,
-            "store_hits": _under("hits", store),
+            "store_hits": hits,
             "store_misses": _under("misses", store),
         }
 
