@@ -168,9 +168,9 @@ def test_what_memory_dropped_comes_back(tiny: Any, tmp_path: Path) -> None:
         assert state.blend_chunks.num_pinned == 0
         flush(engine)
         outputs(engine, [prompts[0]], [None])
-        # the store's memory and the engine's are the same
+        # they lie in the store's memory, but where it has no piece large enough
         stats = engine.model.chunks.tiers.store.stats()
-        assert stats["entries_in_use.host"] == len(engine.model.chunks) >= 10
+        assert stats["entries_in_use.host"] >= 10
 
 
 def test_a_slow_tier_is_not_waited_for(
