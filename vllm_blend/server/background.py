@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey, CollectPlan
+from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 
 MAX_WAITING = 4096
@@ -113,3 +114,19 @@ class Background:
             self.chunks.commit(plan.key)
         else:
             self.chunks.cancel(plan.key)
+
+
+def chunk_context(vllm_config: Any) -> TokenIds:
+    """What chunks are computed behind: the chat template's head, else BOS, else nothing.
+
+    One context for the whole server, so that a chunk's KV serves in every prompt.
+    """
+    if vllm_config.model_config.skip_tokenizer_init:
+        return ()
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    try:
+        return chat_frame(tokenizer).head
+    except Exception:  # no chat template, or one that does not take a lone user message
+        return plain_frame(tokenizer).head

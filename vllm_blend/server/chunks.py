@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.match import Run, SequenceIndex
@@ -21,6 +22,13 @@ def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
     digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
     digest.update(tenant.encode(errors="surrogatepass"))
     return digest.digest()
+
+
+def bytes_per_token(vllm_config: Any) -> int:
+    """Bytes of one token's K and V in all layers."""
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    width = config.get_num_kv_heads(parallel) * config.get_head_size()
+    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
 
 
 class KnownChunks:

@@ -113,3 +113,9 @@ class Gate:
                 f"with exact KV its next-token log-probabilities are off by {error:.3g} "
                 f"(allowed: {self._tolerance})"
             )
+
+
+def first_logprobs(logprobs: Any) -> dict[int, float]:
+    """Log-probabilities of the top tokens at an output's first position."""
+    ids, values = logprobs.logprob_token_ids[0], logprobs.logprobs[0]
+    return dict(zip(map(int, ids), map(float, values), strict=True))

@@ -126,3 +126,25 @@ def _reused(plan: KeyedPlan | None) -> dict[str, int]:
         "recomputed_tokens": num_kept(ratio, reused),
         "chunks": len(plan.spans),
     }
+
+
+def sizes(num_chunks: int, num_bytes: int, store: dict[str, int]) -> dict[str, dict[str, int]]:
+    """What is kept, by tier, and what a store was asked.
+
+    Args:
+        num_chunks, num_bytes: in the model's process.
+        store: of ``ChunkStore.stats``; empty without a store.
+    """
+    chunks, all_bytes = _under("entries", store), _under("bytes", store)
+    return {
+        "stored_chunks": chunks | {"host": num_chunks},
+        "stored_bytes": all_bytes | {"host": num_bytes},
+        "store_hits": dict.fromkeys(chunks, 0) | _under("hits", store),
+        "store_misses": _under("misses", store),
+    }
+
+
+def _under(kind: str, stats: dict[str, int]) -> dict[str, int]:
+    """``{"disk": 3}`` of ``{"hits.disk": 3}``."""
+    pairs = (name.split(".", 1) for name in stats if name.startswith(f"{kind}."))
+    return {name: stats[f"{kind}.{name}"] for _, name in pairs}

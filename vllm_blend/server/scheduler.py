@@ -20,16 +20,16 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
-from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
-from vllm_blend.server.background import Background
-from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.prompt import TokenIds
+from vllm_blend.server.background import Background, chunk_context
+from vllm_blend.server.chunks import KnownChunks, bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.fetches import Fetches, Waiting
-from vllm_blend.server.gate import Gate
+from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.mail import ORDERS, Lost, News, Orders
 from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
-from vllm_blend.server.reports import Reports
+from vllm_blend.server.reports import Reports, sizes
 from vllm_blend.server.wire import BlendRequest
 
 logger = logging.getLogger("vllm.vllm_blend.server")
@@ -381,7 +381,7 @@ class BlendScheduler:
             return True
         if self.blend_gate.is_mine(request_id):
             if output.finish_reason is not None:
-                self.blend_gate.finish(_first_logprobs(output.new_logprobs))
+                self.blend_gate.finish(first_logprobs(output.new_logprobs))
             return True
         self.blend_reports.attach(output)
         if output.finish_reason is not None:
@@ -389,18 +389,10 @@ class BlendScheduler:
         return False
 
     def _sizes(self) -> dict[str, Any]:
-        store = self._store_stats
-        chunks, num_bytes = _under("entries", store), _under("bytes", store)
-        hits = dict.fromkeys(chunks, 0) | _under("hits", store)
-        chunks["host"] = len(self.blend_chunks)
-        num_bytes["host"] = self.blend_chunks.num_tokens * self.blend_token_bytes
-        return {
-            "stored_chunks": chunks,
-            "stored_bytes": num_bytes,
+        host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
+        return sizes(*host, self._store_stats) | {
             "computed_chunks": self.blend_background.num_computed,
             "evicted_chunks": self.blend_chunks.num_evicted,
-            "store_hits": hits,
-            "store_misses": _under("misses", store),
         }
 
 
@@ -414,38 +406,3 @@ class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
 
 def _tenant(request: Any, wish: BlendRequest) -> str:
     return wish.tenant or request.cache_salt or ""
-
-
-def _under(kind: str, stats: dict[str, int]) -> dict[str, int]:
-    """``{"disk": 3}`` of ``{"hits.disk": 3}``."""
-    pairs = (name.split(".", 1) for name in stats if name.startswith(f"{kind}."))
-    return {name: stats[f"{kind}.{name}"] for _, name in pairs}
-
-
-def bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of one token's K and V in all layers."""
-    config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    width = config.get_num_kv_heads(parallel) * config.get_head_size()
-    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
-
-
-def chunk_context(vllm_config: Any) -> TokenIds:
-    """What chunks are computed behind: the chat template's head, else BOS, else nothing.
-
-    One context for the whole server, so that a chunk's KV serves in every prompt.
-    """
-    if vllm_config.model_config.skip_tokenizer_init:
-        return ()
-    from vllm.tokenizers.registry import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
-    try:
-        return chat_frame(tokenizer).head
-    except Exception:  # no chat template, or one that does not take a lone user message
-        return plain_frame(tokenizer).head
-
-
-def _first_logprobs(logprobs: Any) -> dict[int, float]:
-    """Log-probabilities of the top tokens at an output's first position."""
-    ids, values = logprobs.logprob_token_ids[0], logprobs.logprobs[0]
-    return dict(zip(map(int, ids), map(float, values), strict=True))
