@@ -1,9 +1,12 @@
 """A server under a RAG-like load, stock against blending, driven by vLLM's own ``bench serve`` client.
 
 A trace: 100 documents, 6 of them in each request by Zipf's law, a question behind them. Each server is
-started in turn and sees the same trace twice: one request after the other (TTFT), then all at once
-(throughput). The blending server has seen every document once before ("warm"); the prefix cache
-is on in both. Needs pandas, as vLLM's client does. The last line is one JSON object.
+started in turn and sees the same trace several times: one request after the other (TTFT), at given
+rates, then all at once (throughput). The blending server has seen every document once before ("warm");
+the prefix cache is on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
+line is one JSON object.
+
+On a GPU: --shape mistral-7b --chunk-tokens 600 1300, a real model's shape with dummy weights.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,10 +27,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any
 
 from harness import hardware, print_table, samples, texts
+from tokenizers import Tokenizer
+from ttft_shapes import COMMON, SHAPES
 
+import vllm_blend
 from vllm_blend import embedded_model
 
 SEPARATOR = "<|chunk|>"
@@ -44,32 +52,59 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
+    parser.add_argument("--shape", choices=SHAPES, help="instead: this shape, dummy weights")
+    parser.add_argument("--tokenizer", type=pathlib.Path, help="of --shape (default: SmolLM2's folder)")
+    parser.add_argument("--only", choices=("stock", "blend"), help="one of the two servers")
+    parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second")
+    parser.add_argument(
+        "--chunk-tokens", type=int, nargs=2, metavar=("FROM", "TO"), help="length of the documents"
+    )
     parser.add_argument("--requests", type=int, default=40, help="in the trace (40)")
     parser.add_argument("--documents", type=int, default=100, help="in the corpus (100)")
     parser.add_argument("--chunks", type=int, default=6, help="documents a request (6)")
     parser.add_argument("--output-tokens", type=int, default=16, help="a request (16)")
     parser.add_argument("--ratio", type=float, default=0.16, help="recomp_ratio (0.16)")
-    parser.add_argument("--server-args", default="--dtype float32", help="for both servers")
+    parser.add_argument("--ram-gb", type=float, default=8, help="for chunks' KV (8)")
+    parser.add_argument("--server-args", help="for both servers (default: --dtype, --max-model-len)")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(options, pathlib.Path(folder))
 
-    model = str(options.model or embedded_model())
-    corpus = documents(options.documents)
+
+def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
+    """Starts the servers and prints what they did."""
+    if options.shape:
+        model = str(make_shape(options.shape, options.tokenizer or embedded_model(), folder))
+        server_args = "--load-format dummy --dtype bfloat16 --max-model-len 16384"
+    else:
+        model = str(options.model or embedded_model())
+        server_args = "--dtype float32 --max-model-len 8192"
+    server_args = options.server_args or server_args
+    corpus = documents(options.documents, options.chunk_tokens, pathlib.Path(model))
     prompts = trace(corpus, options.requests, options.chunks)
-    config = {"vllm_blend": {"recomp_ratio": options.ratio, "ram_gb": 8, "log_requests": False}}
-    servers: dict[str, tuple[list[str], dict[str, str]]] = {
-        "stock": ([], {"VLLM_PLUGINS": ""}),
-        f"blend {options.ratio:.0%}": (["--additional-config", json.dumps(config)], {}),
+    settings = {"recomp_ratio": options.ratio, "ram_gb": options.ram_gb, "log_requests": False}
+    config = json.dumps({"vllm_blend": settings})
+    path = {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
+    servers: dict[str, tuple[str, list[str], dict[str, str]]] = {
+        "stock": ("stock", [], {"VLLM_PLUGINS": ""}),
+        "blend": (f"blend {options.ratio:.0%}", ["--additional-config", config], path),
     }
-    rows, results = [], []
-    for name, (arguments, environment) in servers.items():
-        blends = bool(arguments)
-        with server(model, [*options.server_args.split(), *arguments], environment) as url:
-            if blends:
+    rows, results, num_tokens = [], [], 0.0
+    for kind in [options.only] if options.only else servers:
+        name, arguments, environment = servers[kind]
+        started = time.monotonic()
+        with server(model, [*server_args.split(), *arguments], environment) as url:
+            print(f"{name}: up after {time.monotonic() - started:.0f} s", flush=True)
+            if kind == "blend":
                 warm(url, model, corpus)
-            sent = prompts if blends else [prompt.replace(SEPARATOR, "") for prompt in prompts]
-            for load, concurrency in (("one by one", 1), ("all at once", None)):
+            sent = [prompt if kind == "blend" else prompt.replace(SEPARATOR, "") for prompt in prompts]
+            loads = {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
+            loads = {"one by one": ["--max-concurrency", "1"]} | loads | {"all at once": []}
+            for load, limits in loads.items():
                 reset_prefix_cache(url)
-                found = run_client(url, model, sent, concurrency, options.output_tokens)
+                found = run_client(url, model, sent, limits, options.output_tokens)
+                print(f"{name}, {load}: {found['duration']:.0f} s", flush=True)
+                num_tokens = found["total_input_tokens"] / options.requests
                 figures = {
                     "ttft_p50_ms": found["median_ttft_ms"],
                     "ttft_p99_ms": found["p99_ttft_ms"],
@@ -78,15 +113,59 @@ def main() -> None:
                 }
                 rows.append([name, load, *(f"{value:.4g}" for value in figures.values())])
                 results.append({"server": name, "load": load, **figures})
-    print(f"\n{hardware()}; {model}\n")
+    what = options.shape or model
+    print(f"\n{hardware()}; {what}; prompts of {num_tokens:.0f} tokens\n")
     header = ["server", "load", "TTFT p50 (ms)", "TTFT p99 (ms)", "time per token (ms)", "requests/s"]
     print_table(header, rows)
-    print(json.dumps({"hardware": hardware(), "requests": options.requests, "results": results}))
+    facts = {"hardware": hardware(), "model": what, "requests": options.requests}
+    print(json.dumps(facts | {"prompt_tokens": num_tokens, "results": results}))
 
 
-def documents(count: int) -> list[str]:
-    """Texts of the inputs; beyond them, the same with their sentences in another order."""
+def make_shape(shape: str, tokenizer: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A model folder of a real model's shape without weights, with a tokenizer of another."""
+    for path in tokenizer.glob("tokenizer*.json"):
+        shutil.copy(path, folder)
+    vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    config = COMMON | SHAPES[shape] | {"vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def plugin_path(folder: pathlib.Path) -> list[str]:
+    """What PYTHONPATH needs so that a server finds the plugin, also where it is not installed."""
+    package = str(pathlib.Path(vllm_blend.__file__).parents[1])
+    if any(found.name == "vllm_blend" for found in entry_points(group="vllm.general_plugins")):
+        return [package]
+    info = folder / "vllm_blend-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_blend\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nvllm_blend = vllm_blend.plugin:register\n"
+    )
+    return [str(folder), package]
+
+
+def documents(count: int, chunk_tokens: list[int] | None, model: pathlib.Path) -> list[str]:
+    """Texts of the inputs; beyond them, the same with their sentences in another order.
+
+    Args:
+        chunk_tokens: length of a document, from, to: sentences of all inputs, until it has so many.
+        model: folder of the model, for its tokenizer.
+    """
     found = [text for sample in samples() for text in texts(sample)]
+    if chunk_tokens is not None:
+        encode = Tokenizer.from_file(str(model / "tokenizer.json")).encode
+        choose = random.Random(0)
+        sentences = [part for text in found for part in re.split(r"(?<=[.!?])\s+", text)]
+        sizes = {sentence: len(encode(f"{sentence} ").ids) for sentence in sentences}
+        found = []
+        for _ in range(count):
+            left, parts = choose.randint(*chunk_tokens), []
+            while left > 0:
+                parts.append(choose.choice(sentences))
+                left -= sizes[parts[-1]]
+            found.append(" ".join(parts))
+        return found
     shuffle = random.Random(0).shuffle
     for text in list(found) * (count // len(found)):
         sentences = re.split(r"(?<=[.!?])\s+", text)
@@ -117,7 +196,7 @@ def server(model: str, arguments: list[str], environment: dict[str, str]) -> Ite
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "8192", *arguments]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -177,10 +256,11 @@ def warm(url: str, model: str, corpus: list[str]) -> None:
             report = post(f"{url}/v1/completions", body)["kv_transfer_params"]["blend"]
             missed += report["missed_chunks"] or bool(report["why_not"])
         print(f"warming: {missed} documents missed", flush=True)
+        time.sleep(min(missed, 2))  # an idle engine computes them at once
 
 
 def run_client(
-    url: str, model: str, prompts: list[str], concurrency: int | None, output_tokens: int
+    url: str, model: str, prompts: list[str], limits: list[str], output_tokens: int
 ) -> dict[str, Any]:
     """vLLM's ``bench serve`` on the prompts; its result."""
     with tempfile.TemporaryDirectory() as folder:
@@ -190,9 +270,7 @@ def run_client(
         command += ["--dataset-name", "custom", "--dataset-path", str(path), "--disable-shuffle"]
         command += ["--skip-chat-template", "--custom-output-len", str(output_tokens), "--ignore-eos"]
         command += ["--num-prompts", str(len(prompts)), "--save-result", "--result-dir", folder]
-        command += ["--result-filename", "result.json", "--temperature", "0"]
-        if concurrency is not None:
-            command += ["--max-concurrency", str(concurrency)]
+        command += ["--result-filename", "result.json", "--temperature", "0", *limits]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads((pathlib.Path(folder) / "result.json").read_text())
     return found

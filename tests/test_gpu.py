@@ -8,6 +8,7 @@ measured by the engine itself: the same prompt in one step and in windows of sev
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from engines import Engine, make_engine, plan_for, relative_error, run
 
+from vllm_blend import compat
 from vllm_blend.models.state import BlendModelState
 
 pytestmark = pytest.mark.gpu
@@ -274,3 +276,17 @@ def test_other_requests_do_not_notice(engine: Engine, prompt: list[int], questio
     after = engine.run(prompt)
     assert after[0] == before[0]
     assert torch.equal(after[1], before[1])
+
+
+def test_stages_are_timed_by_events(
+    engine: Engine, chunks: list[list[int]], question: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    stock = compat.add_news
+    monkeypatch.setattr(compat, "add_news", lambda out, news: heard.append(news) or stock(out, news))
+    prompt, plan = plan_for(engine, chunks, [], question)
+    heard.clear()
+    run(engine, [prompt], [replace(plan, timed=True)], max_tokens=1)
+    (seconds,) = heard[0]().seconds.values()
+    assert seconds["select"] > 0
+    assert seconds["fuse"] > 0

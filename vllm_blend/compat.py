@@ -13,6 +13,9 @@ vLLM is patched through its registries where it has them. What is left is here:
     Goes when plugins may amend an engine's configuration.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
+``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
+    model's process can tell each other what they must know (``server/mail.py``).
+    Goes when vLLM's messages between them have room for a plugin's data.
 
 What only engines on CUDA need is in ``compat_cuda.py``.
 """
@@ -23,7 +26,8 @@ import functools
 import logging
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,6 +46,7 @@ from vllm_blend.plugin import ARCHITECTURES
 from vllm_blend.server.admission import admit as admit_wish
 from vllm_blend.server.admission import check_can_blend, count_reports
 from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.mail import NEWS, News, Orders
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -161,12 +166,15 @@ def install_front_hooks() -> None:
 
 
 def install_model_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
-    """In the model's process: the runner's forward."""
+    """In the model's process: the runner's forward, and the worker's outputs."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
     _models[vllm_config.instance_id] = model
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
+    for name in ("execute_model", "sample_tokens"):
+        _wrap(Worker, name, _with_mail)
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
 
 
@@ -255,6 +263,35 @@ def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> An
         model.blend_step = None
 
 
+def _with_mail(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the scheduler's orders before a step, and sends news with its output."""
+    model = _models.get(worker.vllm_config.instance_id)
+    if model is not None and args:
+        model.chunks.obey(Orders.of(args[0]))
+    output = stock(worker, *args, **kwargs)
+    if model is None or output is None:
+        return output
+    news = model.take_news()
+    return output if news is None else add_news(output, news)
+
+
+def add_news(output: Any, news: Callable[[], News]) -> Any:
+    """The output of a step with news, which are asked for once the step has ended."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    if not isinstance(output, AsyncModelRunnerOutput):
+        output = copy(output)  # vLLM may hand out one and the same empty output
+        setattr(output, NEWS, news())
+        return output
+    stock = output.get_output
+
+    def get_output() -> Any:
+        return add_news(stock(), news)
+
+    output.get_output = get_output
+    return output
+
+
 def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
     """The step's requests that are in prefill and have a plan; None where there are none."""
     batch = runner.input_batch
@@ -267,7 +304,9 @@ def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
         params = runner.requests[batch.req_ids[index]].sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(plan, KeyedPlan):
-            plan = params.extra_args[EXTRA_ARG] = model.chunks.resolve(plan)
+            plan = params.extra_args[EXTRA_ARG] = model.chunks.resolve(
+                plan, batch.req_ids[index], int(computed[index])
+            )
         if plan is not None:
             requests.append(
                 StepRequest(
@@ -276,6 +315,7 @@ def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
                     position=int(computed[index]),
                     num_rows=int(start[index + 1] - start[index]),
                     device=torch.device(runner.device),
+                    request_id=batch.req_ids[index],
                 )
             )
     if not requests:

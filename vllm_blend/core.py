@@ -145,10 +145,14 @@ class ChunkSpan:
 
 @dataclass(frozen=True, eq=False)
 class BlendPlan:
-    """What one request reuses. Immutable, so requests may share it (``n > 1``)."""
+    """What one request reuses. Immutable, so requests may share it (``n > 1``).
+
+    ``timed``: measure its stages (``models/clock.py``).
+    """
 
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
+    timed: bool = False
 
     def __deepcopy__(self, memo: object) -> BlendPlan:
         return self  # vLLM deep-copies sampling parameters; the KV is shared instead
@@ -172,6 +176,20 @@ ChunkKey = bytes
 
 
 @dataclass(frozen=True)
+class ChunkIds:
+    """A server's chunk by what makes it.
+
+    Attributes:
+        tenant: only its requests find the chunk.
+        context: token ids that its KV is computed behind.
+    """
+
+    tenant: str
+    token_ids: tuple[int, ...]
+    context: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class KeyedSpan:
     """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on."""
 
@@ -187,6 +205,7 @@ class KeyedPlan:
 
     spans: tuple[KeyedSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
+    timed: bool = False
 
 
 @dataclass(eq=False)
@@ -197,7 +216,8 @@ class CollectPlan:
 
     Attributes:
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
-        key: keep it in the model's process under this key, once those in ``drop`` are gone.
+        key: keep it in the model's process under this key.
+        chunk: what is kept, for a store's lower tiers.
     """
 
     start: int = 0
@@ -205,7 +225,7 @@ class CollectPlan:
     num_prompt_tokens: int = 0
     kv: list[LayerKV] = field(default_factory=list)
     key: ChunkKey | None = None
-    drop: tuple[ChunkKey, ...] = ()
+    chunk: ChunkIds | None = None
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object
@@ -269,6 +289,7 @@ class StepRequest:
 
     Attributes:
         row: its first row in the step.
+        request_id: vLLM's.
     """
 
     plan: BlendPlan | CollectPlan
@@ -276,6 +297,7 @@ class StepRequest:
     position: int
     num_rows: int
     device: torch.device
+    request_id: str = ""
 
     @property
     def settings(self) -> BlendSettings:

@@ -11,6 +11,7 @@ from vllm_blend.core import BlendStep, CollectPlan, KeyedPlan, KeyedSpan, StepRe
 from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.mail import Orders
 
 CAPACITY = 200
 sizes = st.integers(16, 90)
@@ -55,6 +56,7 @@ class Chunks(RuleBasedStateMachine):
     def step(self, idle: bool, num_tokens: int) -> None:
         self.background.earn(num_tokens)
         self.background.start(idle)
+        self.kv.obey(Orders(self.known.take_drops()))
 
     @rule(completed=st.booleans(), reached=st.booleans())
     def end_of_chunk(self, completed: bool, reached: bool) -> None:
@@ -74,7 +76,7 @@ class Chunks(RuleBasedStateMachine):
     @invariant()
     def chunks_in_use_are_there(self) -> None:
         for span in self.used:
-            plan = self.kv.resolve(KeyedPlan((span,)))
+            plan = self.kv.resolve(KeyedPlan((span,)), "", 0)
             assert plan is not None
             assert plan.spans[0].kv.num_tokens == span.end
 
@@ -84,8 +86,7 @@ class Chunks(RuleBasedStateMachine):
         assert chunks.num_tokens <= CAPACITY
         assert set(chunks._chunks) <= set(self.kv._chunks)
         extra = set(self.kv._chunks) - set(chunks._chunks) - set(chunks._coming)
-        running = {key for plan in self.running.values() for key in plan.drop}
-        assert extra <= set(chunks._to_drop) | running
+        assert extra <= set(chunks._to_drop)
 
 
 Chunks.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)

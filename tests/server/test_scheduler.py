@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 from vllm.exceptions import VLLMValidationError
 
 from vllm_blend.attention.cpu import CPUBlendImpl
-
-REPORT = {"report": True}
+from vllm_blend.compat import add_news
+from vllm_blend.models.chunks import ChunkKV
+from vllm_blend.models.clock import StageClock
+from vllm_blend.server.chunks import chunk_key
+from vllm_blend.server.mail import News
 
 
 @pytest.fixture(scope="module")
@@ -23,51 +28,6 @@ def server(tiny: Any) -> Iterator[Engine]:
     ) as engine:
         drain(engine)
         yield engine
-
-
-def scheduler(engine: Engine) -> Any:
-    return engine.llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def drain(engine: Engine) -> None:
-    """Steps until the engine's own requests are done."""
-    core = engine.llm.llm_engine.engine_core.engine_core
-    while core.scheduler.has_requests():
-        core.step_fn()
-
-
-def outputs(engine: Engine, prompts: list[list[int]], fields: list[Any], **params: Any) -> list[Any]:
-    from vllm import SamplingParams
-
-    options: dict[str, Any] = dict(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    each = [
-        SamplingParams(**(options | params), extra_args=None if field is None else {"blend": field})
-        for field in fields
-    ]
-    tokens = [{"prompt_token_ids": ids} for ids in prompts]
-    found: list[Any] = engine.llm.generate(tokens, each, use_tqdm=False)
-    return found
-
-
-def answer(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
-
-
-def report(output: Any) -> dict[str, Any]:
-    found: dict[str, Any] = output.kv_transfer_params["blend"]
-    return found
-
-
-def prompt_of(
-    engine: Engine, seeds: list[int], size: int = 100, head: int = 5
-) -> tuple[list[int], list[list[int]]]:
-    """A prompt of random chunks, and their spans."""
-    prompt = engine.ids(head, 99)
-    spans = []
-    for seed in seeds:
-        spans.append([len(prompt), len(prompt) + size])
-        prompt += engine.ids(size, seed)
-    return prompt + engine.ids(12, 98), spans
 
 
 def test_the_check_passed(server: Engine) -> None:
@@ -93,6 +53,54 @@ def test_missed_chunks_are_served_by_full_prefill_and_known_next_time(server: En
     other, places = prompt_of(server, [3, 1], head=50)  # other places, another order
     (moved,) = outputs(server, [other], [{"spans": places} | REPORT])
     assert report(moved)["reused_tokens"] == 200
+
+
+def test_stages_are_timed_for_those_who_ask(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    start = time.perf_counter()
+    found = outputs(server, [prompt, prompt[:-1] + [7]], [{"spans": spans} | REPORT] * 2)
+    took = time.perf_counter() - start
+    reports = [report(output) for output in found]
+    for stage in ("lookup", "load", "select", "fuse"):
+        assert all(r[f"{stage}_seconds"] > 0 for r in reports)
+        # a step's time is divided among its requests
+        assert sum(r[f"{stage}_seconds"] for r in reports) < took
+
+
+def test_nothing_is_timed_where_nobody_looks(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    marks: list[StageClock] = []
+    stock = StageClock._mark
+    monkeypatch.setattr(StageClock, "_mark", lambda clock: marks.append(clock) or stock(clock))
+    assert not scheduler(server).log_stats  # else the metrics would ask for all
+    for field in ({}, REPORT):
+        scheduler(server).reset_prefix_cache()
+        marks.clear()
+        outputs(server, [prompt], [{"spans": spans} | field])
+        assert bool(marks) == bool(field)
+    assert not server.model.clocks
+
+
+def test_news_come_with_outputs_that_vllm_waits_for_later() -> None:
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput
+
+    class Later(AsyncModelRunnerOutput):
+        def get_output(self) -> Any:
+            ended.append(True)
+            return EMPTY_MODEL_RUNNER_OUTPUT
+
+    def news() -> News:
+        assert ended  # on a GPU events can be read only then
+        return News(seconds={"a": {"fuse": 1.0}})
+
+    ended: list[bool] = []
+    output = add_news(Later(), news)
+    assert not ended
+    assert News.of(output.get_output()).seconds == {"a": {"fuse": 1.0}}
+    assert News.of(EMPTY_MODEL_RUNNER_OUTPUT) == News()
 
 
 def test_the_plan_is_the_one_of_the_friendly_door(server: Engine) -> None:
@@ -202,6 +210,78 @@ def test_blended_plain_and_missed_in_one_batch(server: Engine) -> None:
     assert [report(o)["reused_tokens"] for o, f in zip(together, fields, strict=True) if f] == [200] * 4
 
 
+def test_a_chunk_that_is_not_there_is_computed_and_collected_again(server: Engine) -> None:
+    state = scheduler(server)
+    block = state._block_size
+    prompt, spans = prompt_of(server, [201, 202, 203], head=block + 40)
+    prompt += server.ids(block, 97)
+    field = {"spans": spans, "recomp_ratio": 0.2} | REPORT
+    outputs(server, [prompt], [field])
+    drain(server)
+    state.reset_prefix_cache()
+    (whole,) = outputs(server, [prompt], [field])
+    state.reset_prefix_cache()
+    (without,) = outputs(server, [prompt], [field | {"spans": [spans[0], spans[2]]}])
+    state.reset_prefix_cache()
+
+    key = chunk_key("", prompt[slice(*spans[1])])
+    server.model.chunks.drop([key])
+    (found,) = outputs(server, [prompt], [field], logprobs=1)
+    told = report(found)
+    assert answer(found) == answer(without)
+    assert (told["reused_tokens"], told["recomputed_tokens"]) == (200, 40)
+    assert (told["chunks"], told["missed_chunks"], told["lost_chunks"]) == (2, 1, {"gone": 1})
+    assert told["why_not"] == ""
+    drain(server)
+    assert state.blend_chunks.num_pinned == 0
+    # what it computed is no other's: not the same plan's, which has the chunk again, nor an exact one's
+    (again,) = outputs(server, [prompt], [field])
+    assert again.num_cached_tokens == spans[0][0] // block * block
+    assert report(again)["reused_tokens"] == 300
+    assert answer(again) == answer(whole)
+    (exact,) = outputs(server, [prompt], [None])
+    assert exact.num_cached_tokens == spans[0][0] // block * block
+
+
+def test_without_any_of_its_chunks_a_request_is_a_full_prefill(server: Engine) -> None:
+    state = scheduler(server)
+    prompt, spans = prompt_of(server, [211, 212])
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    state.reset_prefix_cache()
+    (plain,) = outputs(server, [prompt], [None])
+    state.reset_prefix_cache()
+    server.model.chunks.drop([chunk_key("", prompt[start:end]) for start, end in spans])
+    other = server.ids(5, 96) + prompt[5:]
+    both = outputs(server, [prompt, other], [{"spans": spans} | REPORT] * 2)
+    assert answer(both[0]) == answer(plain)
+    for output in both:
+        told = report(output)
+        assert (told["reused_tokens"], told["lost_chunks"]) == (0, {"gone": 2})
+        assert told["why_not"] == "its chunks were lost"
+    drain(server)
+    assert not state._plans
+    assert report(*outputs(server, [prompt], [{"spans": spans} | REPORT]))["reused_tokens"] == 200
+
+
+def test_a_chunk_lost_under_cached_blocks_is_collected_again(server: Engine) -> None:
+    """Its tokens come from the prefix cache, by the request's own earlier blocks."""
+    state = scheduler(server)
+    prompt, spans = prompt_of(server, [221, 222])
+    field = {"spans": spans} | REPORT
+    outputs(server, [prompt], [field])
+    drain(server)
+    state.reset_prefix_cache()
+    _, cached = (outputs(server, [prompt], [field])[0] for _ in range(2))
+    server.model.chunks.drop([chunk_key("", prompt[slice(*spans[0])])])
+    (again,) = outputs(server, [prompt], [field])
+    assert answer(again) == answer(cached)
+    assert again.num_cached_tokens >= spans[0][1]
+    assert report(again)["lost_chunks"] == {}
+    drain(server)
+    assert len(server.model.chunks) >= len(state.blend_chunks)
+
+
 def test_several_answers_and_logprobs(server: Engine) -> None:
     prompt, spans = prompt_of(server, [51, 52])
     outputs(server, [prompt], [{"spans": spans}])
@@ -239,7 +319,7 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     drain(server)
     assert pool.get_num_free_blocks() == free
     assert state.blend_chunks.num_pinned == 0
-    assert not state._reports
+    assert not len(state.blend_reports)
     assert not state._plans
     assert len(state.blend_background) == 0
     assert state.blend_chunks.num_evicted > 0
@@ -332,6 +412,13 @@ def test_the_check_refuses_a_model_that_rotates_otherwise(
         (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
         assert "start-up check failed" in report(found)["why_not"]
         assert report(found)["reused_tokens"] == 0
+
+
+def test_the_check_does_not_pass_without_its_kv(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkKV, "keep", lambda *_: None)
+    with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
+        drain(engine)
+        assert "did not keep" in scheduler(engine).blend_gate.verdict
 
 
 def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:

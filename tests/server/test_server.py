@@ -6,18 +6,19 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from servers import RedisServer, free_port, redis_binary
 
 INPUTS = Path(__file__).parents[2] / "inputs"
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -36,18 +37,45 @@ def sample(number: int) -> tuple[list[str], str]:
 
 
 @pytest.fixture(scope="module")
-def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Settings of a tier in a Redis server of its own, if there is one on this machine."""
+    binary = redis_binary()
+    if binary is None:
+        yield {}
+        return
+    server = RedisServer(binary, tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield {"redis": {"url": server.url, "budget_gb": 1}}
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def url(
+    smollm2: Path, redis: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    with serving(smollm2, folder, disk(folder) | redis) as address:
+        yield address
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    return {"disk": {"folder": str(folder / "chunks"), "budget_gb": 1, "fsync": False}}
+
+
+@contextmanager
+def serving(model: Path, folder: Path, tiers: dict[str, Any]) -> Iterator[str]:
+    """A server with a store, up while it lasts; its address."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-    command += ["--additional-config", json.dumps({"vllm_blend": {"ram_gb": 0.5}})]
+    config = {"vllm_blend": {"store": {"host_gb": 0.5} | tiers}}
+    command += ["--additional-config", json.dumps(config)]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    log = tmp_path_factory.mktemp("server") / "log.txt"
+    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"}
+    log = folder / "log.txt"
     with log.open("w") as out:
-        server = subprocess.Popen(
-            command, env=environment | {"VLLM_LOGGING_LEVEL": "INFO"}, stdout=out, stderr=out
-        )
+        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         try:
             wait_for(f"http://127.0.0.1:{port}/health", server, log)
             yield f"http://127.0.0.1:{port}"
@@ -55,13 +83,6 @@ def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         finally:
             server.terminate()
             server.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -77,6 +98,10 @@ def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
+    return connect(url)
+
+
+def connect(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=300)
 
 
@@ -113,7 +138,7 @@ def text_of(answer: Any) -> str:
 
 
 def reset_prefix_cache(url: str) -> None:
-    httpx.post(f"{url}/reset_prefix_cache", timeout=30)
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=30).status_code == 200
 
 
 def token_ids(url: str, prompt: str) -> list[int]:
@@ -279,25 +304,38 @@ def test_metrics(client: openai.OpenAI, url: str) -> None:
     texts, question = sample(1)
     warm(client, texts, question)
 
+    labels = f'{{engine="0",model_name="{NAME}"}}'  # as vLLM's own metrics have them
+    some = labels.rstrip("}") + ","
+
     def read() -> dict[str, float]:
         lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("vllm:blend_")]
-        return {name: float(value) for name, value in pairs}
+        return {name.replace(labels, ""): float(value) for name, value in pairs}
 
     before = read()
+    reset_prefix_cache(url)
     report = reported(chat(client, texts, question, **xargs({"report": True})))
     after = read()
 
     def rose(name: str) -> float:
+        name = name.replace("{", some)
         return after[name] - before.get(name, 0)
 
     assert rose('vllm:blend_requests_total{result="blended"}') == 1
     assert rose('vllm:blend_prompt_tokens_total{source="reused"}') == report["reused_tokens"]
     assert rose("vllm:blend_recomputed_tokens_total") == report["recomputed_tokens"]
     assert rose('vllm:blend_chunks_total{result="hit"}') == report["chunks"]
-    assert rose("vllm:blend_lookup_seconds_count") == 1
-    assert after["vllm:blend_stored_chunks"] == report["stored_chunks"] >= 3
-    assert after["vllm:blend_stored_bytes"] == report["stored_bytes"] > 0
+    for stage in ("lookup", "load", "select", "fuse"):
+        assert rose(f"vllm:blend_{stage}_seconds_count") == 1
+        took = rose(f"vllm:blend_{stage}_seconds_sum")
+        assert took == pytest.approx(report[f"{stage}_seconds"], rel=1e-3)
+        assert 0 < took < 10
+    for tier, count in report["stored_chunks"].items():
+        assert after[f'vllm:blend_stored_chunks{some}tier="{tier}"}}'] == count >= 3
+        assert (
+            after[f'vllm:blend_stored_bytes{some}tier="{tier}"}}'] == report["stored_bytes"][tier] > 0
+        )
+    assert {"host", "disk"} <= report["stored_chunks"].keys()
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
@@ -323,6 +361,7 @@ def test_prometheus_answers_the_dashboards_queries(
         left = [target["expr"] for panel in panels for target in panel["targets"]]
         end = time.monotonic() + 60
         while left and time.monotonic() < end:
+            reset_prefix_cache(url)  # else there is nothing to select or fuse
             chat(client, texts, question)
             left = [query for query in left if not answered(port, query)]
         assert not left
@@ -340,3 +379,35 @@ def answered(port: int, query: str) -> bool:
         return False
     assert answer["status"] == "success", answer
     return any(series["value"][1] != "NaN" for series in answer["data"]["result"])
+
+
+def test_servers_share_chunks_and_find_them_after_a_restart(
+    client: openai.OpenAI, smollm2: Path, redis: dict[str, Any], tmp_path: Path
+) -> None:
+    if not redis:
+        pytest.skip("needs a Redis server")
+    field = xargs({"report": True})
+    texts, question = sample(4)
+    warm(client, texts, question)
+    other = [text[::-1] for text in texts]  # known to no server yet
+    with serving(smollm2, tmp_path, disk(tmp_path) | redis) as address:
+        second = connect(address)
+        report = reported(chat(second, texts, question, **field))
+        assert (report["loaded_chunks"], report["missed_chunks"]) == (3, 0)  # its first request
+        foreign = reported(chat(second, texts, question, **xargs({"report": True, "tenant": "b"})))
+        assert foreign["reused_tokens"] == 0
+        warm(second, other, question)
+        for _ in range(100):
+            report = reported(chat(second, other, question, **field))
+            if report["stored_chunks"].get("disk", 0) >= 6:
+                break
+            time.sleep(0.3)
+        metrics = httpx.get(f"{address}/metrics", timeout=30).text
+        (line,) = [x for x in metrics.splitlines() if x.startswith("vllm:blend_loaded_chunks_total")]
+        assert line.endswith(" 3.0")
+        expected = text_of(chat(second, other, question))
+    with serving(smollm2, tmp_path, disk(tmp_path)) as address:
+        third = connect(address)
+        answer = chat(third, other, question, **field)
+        assert reported(answer)["loaded_chunks"] == 3
+        assert text_of(answer) == expected

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_blend.core import BlendStep, LayerKV, Status
+from vllm_blend.models.clock import NO_CLOCK, StageClock
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
@@ -43,6 +44,7 @@ class Fusion:
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
         cache_fuse_metadata: the user's settings and this step's results.
+        clock: measures the stage "fuse".
     """
 
     status: Status
@@ -50,6 +52,7 @@ class Fusion:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache_fuse_metadata: Any
+    clock: StageClock = NO_CLOCK
 
 
 class BlendAttention(Protocol):

@@ -46,7 +46,8 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         fusion = getattr(attn_metadata, "fusion", None)
         if fusion is not None:
-            self.fuse(layer, kv_cache, fusion)
+            with fusion.clock.stage("fuse"):
+                self.fuse(layer, kv_cache, fusion)
         return super().forward(
             layer,
             query,

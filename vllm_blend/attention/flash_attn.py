@@ -65,7 +65,8 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
                 output_block_scale,
             )
         assert isinstance(attn_metadata, FlashAttentionBlendMetadata)
-        self.fuse(layer, kv_cache, fusion)
+        with fusion.clock.stage("fuse"):
+            self.fuse(layer, kv_cache, fusion)
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
 
 from vllm_blend.core import BlendPlan, BlendStep, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan, StoredKV
-
-logger = logging.getLogger("vllm.vllm_blend")
+from vllm_blend.models.tiers import Tiers
+from vllm_blend.server.mail import Lost, News, Orders
 
 
 class ChunkKV:
-    """The KV that ``KeyedPlan`` names, in host memory."""
+    """The KV that ``KeyedPlan`` names, in host memory; a store's other tiers lie below it.
+
+    Attributes:
+        tiers: of the store, or None.
+    """
 
     def __init__(self) -> None:
+        self.tiers: Tiers | None = None
         self._chunks: dict[ChunkKey, StoredKV] = {}
+        self._lost: list[Lost] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -25,37 +30,64 @@ class ChunkKV:
     def num_bytes(self) -> int:
         return sum(kv.num_bytes for kv in self._chunks.values())
 
-    def resolve(self, plan: BlendPlan | CollectPlan | KeyedPlan) -> BlendPlan | CollectPlan | None:
-        """The plan with its KV; a span whose KV is not here is computed like any other token."""
+    def obey(self, orders: Orders) -> None:
+        """Does what the scheduler asks for."""
+        self.drop(orders.drop)
+        for key, chunk in orders.fetch:
+            assert self.tiers is not None
+            self.tiers.fetch(key, chunk)
+
+    def resolve(
+        self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int
+    ) -> BlendPlan | CollectPlan | None:
+        """The plan with its KV; a span whose KV is not here is computed like any other token.
+
+        Args:
+            request_id: whose plan it is.
+            computed: its tokens that are in the paged cache already.
+        """
         if not isinstance(plan, KeyedPlan):
             return plan
         spans = []
         for span in plan.spans:
             kv = self._chunks.get(span.key)
-            if kv is None or span.offset + span.end - span.start > kv.num_tokens:
-                logger.error("vllm_blend: chunk %s is not here; computing it", span.key.hex())
+            end = span.offset + span.end - span.start
+            if kv is None or end > kv.num_tokens:
+                reason = "gone" if kv is None else "short"
+                self._lost.append(Lost(request_id, span.key, computed, reason))
                 continue
-            part = kv.tokens(span.offset, span.offset + span.end - span.start)
-            spans.append(ChunkSpan(span.start, part))
-        return BlendPlan(tuple(spans), plan.settings) if spans else None
+            spans.append(ChunkSpan(span.start, kv.tokens(span.offset, end)))
+        return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
 
     def keep(self, step: BlendStep) -> None:
         """Keeps what the step collected under a key, once it is whole."""
         for request in step.collected:
             plan = request.plan
             assert isinstance(plan, CollectPlan)
-            if plan.key is None:
+            if plan.key is None or request.position + request.num_rows < plan.num_prompt_tokens:
                 continue
-            self.drop(plan.drop)
-            if request.position + request.num_rows >= plan.num_prompt_tokens:
-                # vLLM may hand the plan over again after a preemption: it starts anew
-                layers, plan.kv = plan.kv, []
-                self._chunks[plan.key] = StoredKV(tuple((_to_host(k), _to_host(v)) for k, v in layers))
+            # vLLM may hand the plan over again after a preemption: it starts anew
+            kv, plan.kv = StoredKV(tuple(plan.kv)), []
+            if self.tiers is None or plan.chunk is None or not self.tiers.put(plan.key, plan.chunk, kv):
+                kv = StoredKV(tuple((_to_host(k), _to_host(v)) for k, v in kv.layers))
+            self._chunks[plan.key] = kv
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
+
+    def take_news(self) -> News | None:
+        """What there is to tell the scheduler, but for times."""
+        news = News(lost=self._lost)
+        self._lost = []
+        if self.tiers is not None:
+            self._chunks |= {k: kv for k, kv in self.tiers.settled().items() if k in self._chunks}
+            fetched = self.tiers.fetched()
+            self._chunks |= {key: kv for key, kv in fetched.items() if kv is not None}
+            news.fetched = {key: kv is not None for key, kv in fetched.items()}
+            news.store = self.tiers.stats()
+        return None if news == News() else news
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

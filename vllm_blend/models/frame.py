@@ -13,6 +13,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import BlendStep, LayerKV, Status, StepRequest, StoredKV
+from vllm_blend.models.clock import NO_CLOCK, StageClock
 from vllm_blend.models.load import StoredLayers
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ class Frame:
         rows: rows of the step, ascending, ``[num_kept]``.
         positions: their prompt positions, ``[num_kept]``; before the first choice vLLM's own tensor,
             padding included.
+        clock: measures the step's stages.
     """
 
     def __init__(
         self, step: BlendStep, positions: torch.Tensor, context: ForwardContext, num_layers: int
     ) -> None:
         self.step = step
+        self.clock = StageClock(step, positions.device)
         self.rows = torch.arange(step.num_rows, device=positions.device)
         self.positions = positions
         self.kept: dict[StepRequest, torch.Tensor] = {}  # indices into its chunk_rows
@@ -76,7 +79,7 @@ class Frame:
         self._num_layers = num_layers
         self._kept_context = self.kept_context()
         first_layer = min((r.settings.check_layers[0] for r in step.blended), default=num_layers)
-        self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer)
+        self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer, self.clock)
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
         self._segment_tables: SegmentTables | None = None
         self._tables_made = False
@@ -140,7 +143,10 @@ class Frame:
         other = copy(self)
         other.rows, other.positions = self.rows[at], self.positions[at]
         other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
-        other.stored = StoredLayers([request], self.rows.device, self._num_layers, first_layer)
+        other.clock = NO_CLOCK  # whoever asked for it measures
+        other.stored = StoredLayers(
+            [request], self.rows.device, self._num_layers, first_layer, NO_CLOCK
+        )
         other._kept_context = self.kept_context()
         other._places, other._described = {}, {}
         other._segment_tables, other._tables_made = None, False
@@ -179,7 +185,7 @@ class Frame:
                 old_kv = old_kvs[0]
             elif old_kvs:
                 old_kv = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
-        return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata)
+        return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata, self.clock)
 
     @contextmanager
     def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:

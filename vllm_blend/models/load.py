@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_blend.core import LayerKV, StepRequest
+from vllm_blend.models.clock import StageClock
 
 AHEAD = 3
 """Layers of host KV that are on the device at once: one in use, one ready, one on its way."""
@@ -23,6 +24,7 @@ class StoredLayers:
         device: the step's.
         num_layers: of the model.
         first_layer: the first whose KV will be asked for.
+        clock: measures the loads.
     """
 
     def __init__(
@@ -31,7 +33,9 @@ class StoredLayers:
         device: torch.device,
         num_layers: int,
         first_layer: int,
+        clock: StageClock,
     ) -> None:
+        self._clock = clock
         self._on_host = [r for r in requests if device.type == "cuda" and _on_host(r, first_layer)]
         self._num_layers = num_layers
         self._layer = self._next = first_layer
@@ -56,9 +60,10 @@ class StoredLayers:
     def old_kv(self, request: StepRequest, layer: int) -> LayerKV:
         """K and V of the request's ``chunk_rows``; of the first layer, or one that is read ahead."""
         if request not in self._on_host:
-            k, v = request.old_kv(layer)
-            device = request.device
-            return k.to(device), v.to(device)
+            with self._clock.stage("load"):
+                k, v = request.old_kv(layer)
+                device = request.device
+                return k.to(device), v.to(device)
         torch.cuda.current_stream(request.device).wait_event(self._ready[layer % AHEAD])
         start = 0
         for other in self._on_host:
@@ -71,7 +76,7 @@ class StoredLayers:
 
     def _read(self, end: int) -> None:
         end = min(end, self._num_layers)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._clock.stage("load"):
             for layer in range(max(self._next, self._layer), end):
                 row = 0
                 for request in self._on_host:

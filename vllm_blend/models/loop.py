@@ -9,7 +9,7 @@ paged cache: loop -> layer -> attention -> backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,13 @@ from vllm_blend.attention import blend_impl
 from vllm_blend.core import BlendStep, KVShape, Status
 from vllm_blend.door import CacheFuseMetadata
 from vllm_blend.models.chunks import ChunkKV
+from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
+from vllm_blend.models.tiers import Tiers
 from vllm_blend.select import View, choose_rows, num_kept
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.mail import News
 
 if TYPE_CHECKING:
     from vllm_blend.models.graph import AfterCheckGraphs
@@ -42,6 +46,7 @@ class BlendModel(torch.nn.Module):
         fusable_ops: vLLM's ops that a blend step runs in their CUDA form.
         chunks: a server's chunks.
         graphs: CUDA graphs of the layers after the check, where the engine uses graphs.
+        clocks: of the steps since they were last asked for.
     """
 
     # of vLLM's inner models
@@ -59,6 +64,7 @@ class BlendModel(torch.nn.Module):
     fusable_ops: list[Any]
     chunks: ChunkKV
     graphs: AfterCheckGraphs | None
+    clocks: list[StageClock]
 
     def __call__(
         self,
@@ -76,6 +82,21 @@ class BlendModel(torch.nn.Module):
         self.chunks.keep(self.blend_step)
         return output
 
+    def take_news(self) -> Callable[[], News] | None:
+        """What there is to tell the scheduler, to be called once the step has ended."""
+        clocks, self.clocks = self.clocks, []
+        told = self.chunks.take_news()
+        if told is None and not clocks:
+            return None
+
+        def news() -> News:
+            found = told or News()
+            for clock in clocks:
+                found.seconds |= clock.seconds()
+            return found
+
+        return news
+
     def blend(self, hidden: torch.Tensor, positions: torch.Tensor, step: BlendStep) -> torch.Tensor:
         """Runs the layers; returns ``[num_tokens, hidden_size]``, 0 in rows that were not computed."""
         output = torch.zeros_like(hidden)
@@ -89,7 +110,8 @@ class BlendModel(torch.nn.Module):
             status = frame.status(index)
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
-                take = choose(frame, index, self.layers, hidden, residual)
+                with frame.clock.stage("select"):
+                    take = choose(frame, index, self.layers, hidden, residual)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
                 if self.graphs is not None and (plan := self.graphs.plan(frame, index)):
@@ -104,7 +126,8 @@ class BlendModel(torch.nn.Module):
                     take = keep_kv_only(frame, layer, hidden, residual)
                     hidden, residual = hidden[take], residual[take]
             if not frame.rows.numel():  # a window of chunked prefill may hold reused tokens alone
-                attn.impl.fuse(attn, attn.kv_cache, fusion)
+                with frame.clock.stage("fuse"):
+                    attn.impl.fuse(attn, attn.kv_cache, fusion)
                 continue
             with frame.context(attn, fusion), collecting(frame, index, layer.self_attn):
                 hidden, residual = layer(frame.positions, hidden, residual)
@@ -112,6 +135,7 @@ class BlendModel(torch.nn.Module):
         if frame.rows.numel():
             hidden, _ = self.norm(hidden, residual)
             output[frame.rows] = hidden[: frame.rows.numel()]
+        self.clocks.append(frame.clock)
         return output
 
 
@@ -164,10 +188,14 @@ def enable_blending(
     model.blend_step = None
     model.chunks = ChunkKV()
     model.graphs = None
+    model.clocks = []
     model.fusable_ops = compat_cuda.fusable_ops(model.layers)
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:
         model.unsupported = prepare_layers(model, vllm_config)
+    settings = ServerSettings.of(vllm_config)
+    if settings is not None and settings.store is not None and model.unsupported is None:
+        model.chunks.tiers = Tiers.open(settings.store, vllm_config, model.kv_shape)
     if model.unsupported is not None:
         compat.report_unsupported(vllm_config, model.unsupported)
     compat.install_model_hooks(model, vllm_config)

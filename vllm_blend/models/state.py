@@ -25,7 +25,9 @@ class BlendModelState(DefaultModelState):
         params = new_req_data.sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if plan is not None and self.model.model.unsupported is None:
-            plan = self.model.model.chunks.resolve(plan)
+            plan = self.model.model.chunks.resolve(
+                plan, new_req_data.req_id, new_req_data.num_computed_tokens
+            )
             if plan is not None:
                 self.plans[new_req_data.req_id] = plan
 
@@ -61,6 +63,7 @@ class BlendModelState(DefaultModelState):
                     position=int(computed[index]),
                     num_rows=int(start[index + 1] - start[index]),
                     device=self.device,
+                    request_id=req_id,
                 )
             )
         if not requests:

@@ -77,8 +77,9 @@ def count_reports(outputs: list[Any]) -> None:
         if params is None or REPORT_KEY not in params:
             continue
         report = dict(params[REPORT_KEY])
+        labels = report.pop("labels")
         if report.pop("counts"):
-            metrics.count(report)
+            metrics.count(report, labels)
         if report.pop("asked"):
             output.kv_transfer_params = params | {REPORT_KEY: report}
         else:

@@ -10,24 +10,16 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from vllm_blend.core import ChunkKey, CollectPlan
+from vllm_blend.core import ChunkIds, ChunkKey, CollectPlan
+from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 
 MAX_WAITING = 4096
 """Chunks that wait to be computed; more are forgotten until they are seen again."""
 
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class MissedChunk:
-    """A chunk to compute."""
-
-    tenant: str
-    token_ids: tuple[int, ...]
 
 
 class Background:
@@ -57,11 +49,14 @@ class Background:
         self.num_computed = 0
         self.num_dropped = 0
         self._make_request = make_request
-        self._waiting: OrderedDict[ChunkKey, MissedChunk] = OrderedDict()
+        self._waiting: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
         self._running: dict[str, CollectPlan] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._waiting or any(plan.key == key for plan in self._running.values())
 
     @property
     def num_waiting(self) -> int:
@@ -74,12 +69,12 @@ class Background:
     def add(self, tenant: str, token_ids: Sequence[int]) -> None:
         """Notes a missed chunk; one that waits or runs already is not computed twice."""
         key = chunk_key(tenant, token_ids)
-        if key in self._waiting or any(plan.key == key for plan in self._running.values()):
+        if key in self:
             return
         if len(self._waiting) >= MAX_WAITING or len(token_ids) > self.max_tokens:
             self.num_dropped += 1
             return
-        self._waiting[key] = MissedChunk(tenant, tuple(token_ids))
+        self._waiting[key] = ChunkIds(tenant, tuple(token_ids), tuple(self.context))
 
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
@@ -95,15 +90,14 @@ class Background:
         if not idle and self.credit < cost:
             return []
         del self._waiting[key]
-        reserved = self.chunks.reserve(chunk.tenant, chunk.token_ids)
-        if reserved is None:  # what is kept is in use, or the chunk is larger than all there is
+        if (
+            self.chunks.reserve(chunk.tenant, chunk.token_ids) is None
+        ):  # what is kept is in use, or the chunk is larger than all there is
             self.num_dropped += 1
             return []
         if not idle:
             self.credit -= cost
-        plan = CollectPlan(
-            start=len(self.context), num_prompt_tokens=cost, key=key, drop=tuple(reserved[1])
-        )
+        plan = CollectPlan(start=len(self.context), num_prompt_tokens=cost, key=key, chunk=chunk)
         request_id = f"vllm_blend-chunk-{next(_numbers)}"
         self._running[request_id] = plan
         return [self._make_request(request_id, self.context + list(chunk.token_ids), plan)]
@@ -119,4 +113,20 @@ class Background:
             self.num_computed += 1
             self.chunks.commit(plan.key)
         else:
-            self.chunks.cancel(plan.key, plan.drop)
+            self.chunks.cancel(plan.key)
+
+
+def chunk_context(vllm_config: Any) -> TokenIds:
+    """What chunks are computed behind: the chat template's head, else BOS, else nothing.
+
+    One context for the whole server, so that a chunk's KV serves in every prompt.
+    """
+    if vllm_config.model_config.skip_tokenizer_init:
+        return ()
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    try:
+        return chat_frame(tokenizer).head
+    except Exception:  # no chat template, or one that does not take a lone user message
+        return plain_frame(tokenizer).head

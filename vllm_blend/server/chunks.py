@@ -1,8 +1,8 @@
 """Which chunks the engine has: by tenant and token ids, and where their tokens occur.
 
 The scheduler keeps this list; the KV itself lies in the model's process, under the same keys
-(``models/chunks.py``). Room is made before a chunk is computed: what is dropped travels with the
-request that takes its place. A chunk that an unfinished request uses is not dropped.
+(``models/chunks.py``). Room is made before a chunk is computed: what is dropped is told to the model's
+process with the next step. A chunk that an unfinished request uses is not dropped.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from vllm_blend.core import ChunkKey
+from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.match import Run, SequenceIndex
 
 
@@ -24,12 +24,11 @@ def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
     return digest.digest()
 
 
-@dataclass(frozen=True)
-class KnownChunk:
-    """A chunk whose KV the model's process has, or is about to have."""
-
-    tenant: str
-    token_ids: tuple[int, ...]
+def bytes_per_token(vllm_config: Any) -> int:
+    """Bytes of one token's K and V in all layers."""
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    width = config.get_num_kv_heads(parallel) * config.get_head_size()
+    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
 
 
 class KnownChunks:
@@ -43,8 +42,8 @@ class KnownChunks:
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self.num_evicted = 0
-        self._chunks: OrderedDict[ChunkKey, KnownChunk] = OrderedDict()
-        self._coming: dict[ChunkKey, KnownChunk] = {}
+        self._chunks: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
+        self._coming: dict[ChunkKey, ChunkIds] = {}
         self._pins: Counter[ChunkKey] = Counter()
         self._to_drop: list[ChunkKey] = []
         self._indexes: dict[str, SequenceIndex] = {}
@@ -82,11 +81,11 @@ class KnownChunks:
         self._pins.subtract(keys)
         self._pins = +self._pins
 
-    def reserve(self, tenant: str, token_ids: Sequence[int]) -> tuple[ChunkKey, list[ChunkKey]] | None:
-        """Makes room for a chunk that is to be computed.
+    def reserve(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
+        """Makes room for a chunk that is to come.
 
         Returns:
-            Its key, and the keys that the model's process must drop first; None if there is no room.
+            Its key; None if there is no room.
         """
         free = self.max_tokens - self.num_tokens
         victims = []
@@ -100,11 +99,10 @@ class KnownChunks:
             return None
         for key in victims:
             self._drop(key)
-        drops, self._to_drop = self._to_drop, []
         key = chunk_key(tenant, token_ids)
-        self._coming[key] = KnownChunk(tenant, tuple(token_ids))
+        self._coming[key] = ChunkIds(tenant, tuple(token_ids))
         self.num_tokens += len(token_ids)
-        return key, drops
+        return key
 
     def commit(self, key: ChunkKey) -> None:
         """The model's process has the chunk now."""
@@ -114,15 +112,34 @@ class KnownChunks:
         index = self._indexes.setdefault(chunk.tenant, SequenceIndex(max_tokens=2**62))
         index.add(key, chunk.token_ids)
 
-    def cancel(self, key: ChunkKey, drops: Sequence[ChunkKey]) -> None:
-        """The chunk was not computed; what it was to drop may be there yet."""
+    def cancel(self, key: ChunkKey) -> None:
+        """The chunk does not come after all; part of it may be there."""
         self.num_tokens -= len(self._coming.pop(key).token_ids)
-        self._to_drop += [*drops, key]
+        self.refuse(key)
+
+    def refuse(self, key: ChunkKey) -> None:
+        """There is no room for a chunk that has come."""
+        self._to_drop.append(key)
+
+    def take_drops(self) -> tuple[ChunkKey, ...]:
+        """What the model's process must drop before its next step."""
+        drops, self._to_drop = self._to_drop, []
+        return tuple(drops)
+
+    def lose(self, key: ChunkKey) -> ChunkIds | None:
+        """The model's process does not have the chunk; None if that was known already."""
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            self._remove(key)
+        return chunk
 
     def _drop(self, key: ChunkKey) -> None:
+        self._remove(key)
+        self.num_evicted += 1
+
+    def _remove(self, key: ChunkKey) -> None:
         chunk = self._chunks.pop(key)
         self.num_tokens -= len(chunk.token_ids)
-        self.num_evicted += 1
         self._to_drop.append(key)
         index = self._indexes[chunk.tenant]
         index.remove(key)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "vllm_blend"
 """The key of vLLM's ``additional_config``."""
+EXAMPLE = '{"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200}}'
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ServerSettings:
             separators, which are not part of the prompt. Empty: none.
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
         ram_gb: memory for chunks' KV, in GiB.
+        store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
+            are written to its other tiers from behind, and are found there again.
         background_share: share of the computed tokens that may go to chunks that were missed, while
             requests are waiting or running; an idle engine computes them at once.
         log_requests: one INFO line a request: what was blended, or why not.
@@ -40,6 +43,7 @@ class ServerSettings:
     separator: str = "<|chunk|>"
     min_chunk_tokens: int = 16
     ram_gb: float = 4.0
+    store: Mapping[str, Any] | None = None
     background_share: float = 0.2
     log_requests: bool = True
     blend: BlendSettings = field(default_factory=BlendSettings)
@@ -52,7 +56,18 @@ class ServerSettings:
             raise ValueError(f"separator is {self.separator!r}; expected a text")
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
         _check_number("ram_gb", self.ram_gb, float, 0)
+        if self.store is not None:
+            if not isinstance(self.store, Mapping):
+                raise ValueError(f"store is {self.store!r}; expected an object, e.g. {EXAMPLE}")
+            _check_number("host_gb of store", self.store.get("host_gb"), float, 0)
         _check_number("background_share", self.background_share, float, 0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Memory for the KV of known chunks; of a store's, a tenth is left for those on their way."""
+        if self.store is None:
+            return int(self.ram_gb * 2**30)
+        return int(0.9 * self.store["host_gb"] * 1e9)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:
@@ -64,6 +79,8 @@ class ServerSettings:
                 f"additional_config[{CONFIG_KEY!r}] has an unknown key {unknown[0]!r}; allowed: "
                 f"{', '.join(sorted(own | theirs))}"
             )
+        if {"store", "ram_gb"} <= set(values):
+            raise ValueError("ram_gb and store are both set; store's host_gb takes the place of ram_gb")
         blend = BlendSettings.from_mapping({k: v for k, v in values.items() if k in theirs})
         return cls(blend=blend, **{k: v for k, v in values.items() if k in own})
 

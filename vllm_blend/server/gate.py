@@ -95,10 +95,14 @@ class Gate:
         self._current = None
         if logprobs is None:
             self.verdict = "the start-up check was aborted"
-        elif isinstance(plan, KeyedPlan):
+        elif isinstance(plan, KeyedPlan) and not self.verdict:
             self._compare(logprobs)
         elif not self._expected:
             self._expected = logprobs
+
+    def lose(self) -> None:
+        """The KV that the check blends with was not kept."""
+        self.verdict = "the model's process did not keep the KV of the start-up check"
 
     def _compare(self, logprobs: dict[int, float]) -> None:
         both = logprobs.keys() & self._expected.keys()
@@ -109,3 +113,9 @@ class Gate:
                 f"with exact KV its next-token log-probabilities are off by {error:.3g} "
                 f"(allowed: {self._tolerance})"
             )
+
+
+def first_logprobs(logprobs: Any) -> dict[int, float]:
+    """Log-probabilities of the top tokens at an output's first position."""
+    ids, values = logprobs.logprob_token_ids[0], logprobs.logprobs[0]
+    return dict(zip(map(int, ids), map(float, values), strict=True))

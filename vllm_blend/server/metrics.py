@@ -1,11 +1,25 @@
-"""Prometheus metrics of a blending server, beside vLLM's own at ``/metrics``."""
+"""Prometheus metrics of a blending server, beside vLLM's own at ``/metrics`` and with their labels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-LOOKUP_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+LABELS = ("model_name", "engine")
+"""Of vLLM's own metrics."""
+
+LOST = ("gone", "short")
+"""Why a chunk that was known could not be used: its KV is not there, or not all of it."""
+
+STAGES = {
+    "lookup": "Time to find a request's chunks.",
+    "wait": "Time a request waited for chunks of the store's lower tiers.",
+    "load": "Time to bring a request's stored KV to the device, beside the compute where it can be.",
+    "select": "Time to choose the tokens of a request that are recomputed.",
+    "fuse": "Time to write a request's stored KV, rotated to its place, to the paged cache.",
+}
+BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Metrics:
@@ -14,55 +28,65 @@ class Metrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        self.requests = Counter(
-            "vllm:blend_requests",
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"vllm:blend_{name}", text, [*LABELS, *labels])
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"vllm:blend_{name}", text, [*LABELS, *labels], multiprocess_mode="mostrecent")
+
+        self.requests = counter(
+            "requests",
             "Requests that asked for blending, or were offered it, by what came of it.",
-            ["result"],
+            "result",
         )
-        self.tokens = Counter(
-            "vllm:blend_prompt_tokens",
+        self.tokens = counter(
+            "prompt_tokens",
             "Prompt tokens of those requests: reused (recomputed ones included), or fresh.",
-            ["source"],
+            "source",
         )
-        self.recomputed = Counter(
-            "vllm:blend_recomputed_tokens", "Reused tokens whose KV was recomputed."
+        self.recomputed = counter("recomputed_tokens", "Reused tokens whose KV was recomputed.")
+        self.chunks = counter("chunks", "Chunks in those requests: hit or miss.", "result")
+        self.lost = counter(
+            "lost_chunks", "Missed chunks whose KV should have been in memory, by reason.", "reason"
         )
-        self.chunks = Counter("vllm:blend_chunks", "Chunks in those requests: hit or miss.", ["result"])
-        self.lookup = Histogram(
-            "vllm:blend_lookup_seconds", "Time to find a request's chunks.", buckets=LOOKUP_BUCKETS
-        )
-        self.stored_chunks = Gauge(
-            "vllm:blend_stored_chunks", "Chunks whose KV is kept.", multiprocess_mode="mostrecent"
-        )
-        self.stored_bytes = Gauge(
-            "vllm:blend_stored_bytes", "Bytes of kept KV.", multiprocess_mode="mostrecent"
-        )
-        self.computed_chunks = Gauge(
-            "vllm:blend_computed_chunks",
-            "Chunks computed in the background since the start.",
-            multiprocess_mode="mostrecent",
-        )
+        self.loaded = counter("loaded_chunks", "Chunks hit that came from the store's lower tiers.")
+        self.seconds = {
+            stage: Histogram(f"vllm:blend_{stage}_seconds", text, LABELS, buckets=BUCKETS)
+            for stage, text in STAGES.items()
+        }
+        self.parts = {
+            "stored_chunks": gauge("stored_chunks", "Chunks whose KV is kept, by tier.", "tier"),
+            "stored_bytes": gauge("stored_bytes", "Bytes of kept KV, by tier.", "tier"),
+            "store_hits": gauge("store_hits", "Chunks found in the store since the start.", "tier"),
+            "store_misses": gauge("store_misses", "Chunks not had from it, by reason.", "reason"),
+        }
+        self.sizes = {
+            "computed_chunks": gauge(
+                "computed_chunks", "Chunks computed in the background since the start."
+            ),
+            "evicted_chunks": gauge("evicted_chunks", "Chunks dropped for others since the start."),
+        }
 
-        self.evicted_chunks = Gauge(
-            "vllm:blend_evicted_chunks",
-            "Chunks dropped for others since the start.",
-            multiprocess_mode="mostrecent",
-        )
-
-    def count(self, report: dict[str, Any]) -> None:
+    def count(self, report: dict[str, Any], labels: Sequence[str]) -> None:
         """Counts one request's report (``scheduler.py``)."""
         reused = report["reused_tokens"]
-        self.requests.labels("blended" if reused else "full_prefill").inc()
-        self.tokens.labels("reused").inc(reused)
-        self.tokens.labels("fresh").inc(report["prompt_tokens"] - reused)
-        self.recomputed.inc(report["recomputed_tokens"])
-        self.chunks.labels("hit").inc(report["chunks"])
-        self.chunks.labels("miss").inc(report["missed_chunks"])
-        self.lookup.observe(report["lookup_seconds"])
-        self.stored_chunks.set(report["stored_chunks"])
-        self.stored_bytes.set(report["stored_bytes"])
-        self.computed_chunks.set(report["computed_chunks"])
-        self.evicted_chunks.set(report["evicted_chunks"])
+        self.requests.labels(*labels, "blended" if reused else "full_prefill").inc()
+        self.tokens.labels(*labels, "reused").inc(reused)
+        self.tokens.labels(*labels, "fresh").inc(report["prompt_tokens"] - reused)
+        self.recomputed.labels(*labels).inc(report["recomputed_tokens"])
+        self.chunks.labels(*labels, "hit").inc(report["chunks"])
+        self.chunks.labels(*labels, "miss").inc(report["missed_chunks"])
+        for reason in LOST:
+            self.lost.labels(*labels, reason).inc(report["lost_chunks"].get(reason, 0))
+        for stage, histogram in self.seconds.items():
+            if (seconds := report.get(f"{stage}_seconds")) is not None:
+                histogram.labels(*labels).observe(seconds)
+        self.loaded.labels(*labels).inc(report["loaded_chunks"])
+        for name, gauge in self.parts.items():
+            for part, value in report[name].items():
+                gauge.labels(*labels, part).set(value)
+        for name, gauge in self.sizes.items():
+            gauge.labels(*labels).set(report[name])
 
 
 @cache
@@ -70,6 +94,6 @@ def _metrics() -> Metrics:
     return Metrics()
 
 
-def count(report: dict[str, Any]) -> None:
-    """Counts one request's report."""
-    _metrics().count(report)
+def count(report: dict[str, Any], labels: Sequence[str]) -> None:
+    """Counts one request's report, under the values of ``LABELS``."""
+    _metrics().count(report, labels)

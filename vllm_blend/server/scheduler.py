@@ -1,6 +1,7 @@
 """The engine's side of a blending server: a mixin for vLLM's scheduler.
 
-``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content
+``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
+                         one whose chunks may be in a store's lower tiers waits for the answer
 ``schedule``             lets in the engine's own requests: the start-up check, missed chunks
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -18,18 +20,22 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
-from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
-from vllm_blend.select import num_kept
-from vllm_blend.server.background import Background
-from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.prompt import TokenIds
+from vllm_blend.server.background import Background, chunk_context
+from vllm_blend.server.chunks import KnownChunks, bytes_per_token
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.server.gate import Gate
+from vllm_blend.server.fetches import Fetches, Waiting
+from vllm_blend.server.gate import Gate, first_logprobs
+from vllm_blend.server.mail import ORDERS, Lost, News, Orders
 from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
-from vllm_blend.server.wire import REPORT_KEY, BlendRequest
+from vllm_blend.server.reports import Reports, sizes
+from vllm_blend.server.wire import BlendRequest
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
+STARTED = "blend_started"
+"""An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
 LEARNED_TOKENS = 64
 """Auto mode: a text that comes back in another place becomes a chunk from this length on."""
 RECENT_TOKENS = 1_000_000
@@ -42,6 +48,8 @@ class BlendScheduler:
     # of vLLM's scheduler
     kv_cache_manager: Any
     vllm_config: Any
+    log_stats: bool
+    requests: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock: Any = super()
@@ -51,7 +59,7 @@ class BlendScheduler:
         model_config = self.vllm_config.model_config
         self.blend_settings = settings
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
-        self.blend_chunks = KnownChunks(int(settings.ram_gb * 2**30) // self.blend_token_bytes)
+        self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
         self.blend_recent = SequenceIndex(RECENT_TOKENS)
         context = chunk_context(self.vllm_config)
         longest = model_config.max_model_len - 1
@@ -62,6 +70,9 @@ class BlendScheduler:
             settings.background_share,
             self._own_request,
         )
+        self.blend_fetches: Fetches | None = None
+        if settings.store is not None:
+            self.blend_fetches = Fetches(self.blend_chunks, self.blend_background)
         self.blend_gate = Gate(
             model_config.get_vocab_size(),
             longest,
@@ -69,9 +80,12 @@ class BlendScheduler:
             settings.blend,
             self._own_request,
         )
-        self._reports: dict[str, dict[str, Any]] = {}
         self._plans: dict[str, KeyedPlan] = {}
+        self._store_stats: dict[str, int] = {}
         self._num_seen = 0
+        engine = self.vllm_config.parallel_config.data_parallel_index
+        labels = model_config.served_model_name, str(engine)
+        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
         self._block_size = kwargs["hash_block_size"]
         self._hasher: Any = None
         manager = self.kv_cache_manager
@@ -89,15 +103,43 @@ class BlendScheduler:
         params = request.sampling_params
         wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(wire, dict):
-            self._plan(request, BlendRequest.from_wire(wire))
+            wish = BlendRequest.from_wire(wire)
+            if self.blend_fetches is None:
+                self._plan(request, wish)
+            else:
+                self.blend_fetches.waiting[request.request_id] = Waiting(wish)
+                self._ask(request)
         stock.add_request(request)
 
-    def _plan(self, request: Any, wish: BlendRequest) -> None:
+    def _ask(self, request: Any) -> None:
+        """Asks for the chunks that a waiting request lacks, once the start-up check is done."""
+        fetches = self.blend_fetches
+        if fetches is None or self.blend_gate.verdict is None:
+            return
+        waiting = fetches.waiting[request.request_id]
+        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+        marked = [tokens[start:end] for start, end in waiting.wish.spans]
+        can = not self._why_not()
+        missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
+        fetches.wait(waiting, tenant, missing)
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Asked by vLLM's scheduler before it lets a request in."""
+        stock: Any = super()
+        fetches = self.blend_fetches
+        if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
+            if not waiting.done:
+                return False
+            del fetches.waiting[request.request_id]
+            self._plan(request, waiting.wish, waiting)
+        return bool(stock._handle_blocked_waiting_request(request))
+
+    def _plan(self, request: Any, wish: BlendRequest, waited: Waiting | None = None) -> None:
         """Gives the request its plan, or takes its wish away where nothing can be reused."""
         start = time.perf_counter()
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
-        tenant = wish.tenant or request.cache_salt or ""
+        tenant = _tenant(request, wish)
         spans: list[KeyedSpan] = []
         missed = 0
         why = self._why_not()
@@ -105,31 +147,26 @@ class BlendScheduler:
             spans, missed = self._look_up(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        plan = None
         if spans:
-            plan = KeyedPlan(tuple(spans), wish.settings)
+            timed = wish.report or bool(self.log_stats)
+            plan = KeyedPlan(tuple(spans), wish.settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
             self._name_blocks(request, plan, tenant)
-        reused = sum(span.end - span.start for span in spans)
-        ratio = (wish.settings.recomp_ratios or (wish.settings.recomp_ratio,))[-1]
-        self._reports[request.request_id] = {
-            "prompt_tokens": len(tokens),
-            "reused_tokens": reused,
-            "recomputed_tokens": num_kept(ratio, reused),
-            "chunks": len(spans),
-            "missed_chunks": missed,
-            "lookup_seconds": time.perf_counter() - start,
-            "why_not": why,
-            "asked": wish.report,
-            "counts": True,
-        }
-        if self.blend_settings.log_requests:
-            what = (
-                f"not blended, {why}"
-                if why
-                else f"{reused} of {len(tokens)} prompt tokens reused in {len(spans)} chunks"
-            )
-            logger.info("Request %s: %s; %d chunks missed", request.request_id, what, missed)
+        self.blend_reports.add(
+            request.request_id,
+            len(tokens),
+            plan,
+            missed=missed,
+            why_not=why,
+            lookup_seconds=time.perf_counter() - start,
+            asked=wish.report,
+        )
+        if waited is not None and waited.keys:
+            loaded = sum(span.key in waited.keys for span in spans)
+            seconds = min(waited.until, time.monotonic()) - waited.since
+            self.blend_reports.waited(request.request_id, seconds, loaded)
 
     def _name_blocks(self, request: Any, plan: KeyedPlan, tenant: str) -> None:
         """Its approximate blocks get names of their own in the prefix cache."""
@@ -154,7 +191,7 @@ class BlendScheduler:
                 spans.append(KeyedSpan(start, end, key))
             else:
                 missed += 1
-                self.blend_background.add(tenant, tokens[start:end])
+                self._miss(tenant, tokens[start:end])
         if wish.auto:
             spans += self._find(tenant, tokens, spans)
             self._learn(tenant, tokens, spans)
@@ -171,13 +208,20 @@ class BlendScheduler:
             and not any(run.start < span.end and span.start < run.end for span in taken)
         ]
 
+    def _miss(self, tenant: str, token_ids: TokenIds) -> None:
+        """A chunk is not in memory: it is fetched, or computed in the background."""
+        if self.blend_fetches is None:
+            self.blend_background.add(tenant, token_ids)
+        else:
+            self.blend_fetches.ask(tenant, token_ids)
+
     def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
         """Text of earlier prompts that comes back behind other text becomes a chunk."""
         for run in self.blend_recent.find(tokens[:-1], LEARNED_TOKENS):
             covered = any(run.start < span.end and span.start < run.end for span in spans)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:
-                self.blend_background.add(tenant, tokens[run.start : run.end])
+                self._miss(tenant, tokens[run.start : run.end])
         self._num_seen += 1
         self.blend_recent.add((tenant, self._num_seen), tokens)
 
@@ -209,19 +253,27 @@ class BlendScheduler:
         stock: Any = super()
         for request in self.blend_gate.start():
             stock.add_request(request)
-        if self.blend_gate.verdict is not None:
+        if self.blend_gate.verdict is not None and not self.blend_gate.told:
             self._tell_verdict()
+            for request_id in self.blend_fetches.waiting if self.blend_fetches is not None else ():
+                self._ask(self.requests[request_id])
         if self.blend_gate.verdict == "":
             busy = stock.get_num_unfinished_requests() > self.blend_background.num_running
             for request in self.blend_background.start(idle=not busy):
                 stock.add_request(request)
-        return stock.schedule(*args, **kwargs)
+        output = stock.schedule(*args, **kwargs)
+        fetch = self.blend_fetches.take_asked() if self.blend_fetches else ()
+        orders = Orders(self.blend_chunks.take_drops(), fetch)
+        if orders != Orders():
+            setattr(output, ORDERS, orders)
+        setattr(output, STARTED, time.monotonic())
+        return output
 
     def _tell_verdict(self) -> None:
         gate = self.blend_gate
-        if not gate.told and gate.verdict:
+        if gate.verdict:
             logger.error("vllm_blend: this model cannot blend: %s. Nothing is reused.", gate.verdict)
-        elif not gate.told:
+        else:
             logger.info("vllm_blend: the start-up check passed, largest error %.2g.", gate.error)
         gate.told = True
 
@@ -230,6 +282,7 @@ class BlendScheduler:
         if stock.has_requests():
             return True
         waiting = self.blend_gate.verdict is None or self.blend_background.num_waiting > 0
+        waiting |= bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +297,9 @@ class BlendScheduler:
         return finished
 
     def _forget(self, request_id: str) -> None:
-        self._reports.pop(request_id, None)
+        self.blend_reports.forget(request_id)
+        if self.blend_fetches is not None:
+            self.blend_fetches.waiting.pop(request_id, None)
         plan = self._plans.pop(request_id, None)
         if plan is not None:
             self.blend_chunks.unpin(span.key for span in plan.spans)
@@ -256,10 +311,66 @@ class BlendScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
         self.blend_background.earn(theirs)
+        started = getattr(scheduler_output, STARTED, None)
+        if self.blend_fetches is not None and started and not self._plans.keys() & scheduled.keys():
+            seconds = time.monotonic() - started
+            self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
+        self._hear(News.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
         for result in results.values():
             result.outputs = [out for out in result.outputs if not self._took(out)]
         return results
+
+    def _hear(self, news: News) -> None:
+        """Notes what the model's process tells."""
+        for request_id, stages in news.seconds.items():
+            self.blend_reports.took(request_id, stages)
+        for lost in news.lost:
+            self._lose(lost)
+        for key, found in news.fetched.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.answer(key, found)
+        self._store_stats = news.store or self._store_stats
+
+    def _lose(self, lost: Lost) -> None:
+        """A chunk's KV is not where it should be: it will be computed again.
+
+        The request that was to reuse it goes on with what is left of its plan. Its blocks were named
+        by the plan when it was scheduled, so they are taken out of the prefix cache. (A request with
+        the same plan in the same step may have read them: they are nearer to full prefill than their
+        names say.)
+        """
+        chunk = self.blend_chunks.lose(lost.key)
+        if chunk is not None:
+            self._miss(chunk.tenant, chunk.token_ids)
+        if self.blend_gate.is_mine(lost.request_id):
+            self.blend_gate.lose()
+        request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
+        if request is None or plan is None:
+            return
+        spans = [s for s in plan.spans if s.key == lost.key and s.end > lost.computed]
+        if not spans:  # it has their tokens from the prefix cache
+            return
+        self.blend_chunks.unpin(span.key for span in spans)
+        left = tuple(span for span in plan.spans if span not in spans)
+        del self._plans[lost.request_id], request.sampling_params.extra_args[EXTRA_ARG]
+        new = replace(plan, spans=left) if left else None
+        if new is not None:
+            self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
+        self._disown_blocks(request, max(lost.computed, plan.spans[0].start))
+        self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
+
+    def _disown_blocks(self, request: Any, start: int) -> None:
+        """Takes a request's blocks from token ``start`` on out of the prefix cache."""
+        if self._hasher is None:
+            return
+        names = request.blend_names
+        names.salt = f"vllm_blend:{request.request_id}"  # what it computes from now on is its own
+        request.block_hashes = names.mixed(request, self._hasher, names.first)
+        manager = self.kv_cache_manager
+        groups = manager.kv_cache_config.kv_cache_groups
+        for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
+            manager.evict_blocks(set(blocks[start // group.kv_cache_spec.block_size :]))
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""
@@ -270,24 +381,16 @@ class BlendScheduler:
             return True
         if self.blend_gate.is_mine(request_id):
             if output.finish_reason is not None:
-                self.blend_gate.finish(_first_logprobs(output.new_logprobs))
+                self.blend_gate.finish(first_logprobs(output.new_logprobs))
             return True
-        report = self._reports.get(request_id)
-        if report is not None:
-            params = output.kv_transfer_params or {}
-            output.kv_transfer_params = params | {REPORT_KEY: report | self._sizes()}
-            # an answer has the report of its last output
-            self._reports[request_id] = report | {"counts": False}
-            if not report["asked"]:
-                del self._reports[request_id]
+        self.blend_reports.attach(output)
         if output.finish_reason is not None:
             self._forget(request_id)
         return False
 
     def _sizes(self) -> dict[str, Any]:
-        return {
-            "stored_chunks": len(self.blend_chunks),
-            "stored_bytes": self.blend_chunks.num_tokens * self.blend_token_bytes,
+        host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
+        return sizes(*host, self._store_stats) | {
             "computed_chunks": self.blend_background.num_computed,
             "evicted_chunks": self.blend_chunks.num_evicted,
         }
@@ -301,30 +404,5 @@ class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with blending."""
 
 
-def bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of one token's K and V in all layers."""
-    config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    width = config.get_num_kv_heads(parallel) * config.get_head_size()
-    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
-
-
-def chunk_context(vllm_config: Any) -> TokenIds:
-    """What chunks are computed behind: the chat template's head, else BOS, else nothing.
-
-    One context for the whole server, so that a chunk's KV serves in every prompt.
-    """
-    if vllm_config.model_config.skip_tokenizer_init:
-        return ()
-    from vllm.tokenizers.registry import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
-    try:
-        return chat_frame(tokenizer).head
-    except Exception:  # no chat template, or one that does not take a lone user message
-        return plain_frame(tokenizer).head
-
-
-def _first_logprobs(logprobs: Any) -> dict[int, float]:
-    """Log-probabilities of the top tokens at an output's first position."""
-    ids, values = logprobs.logprob_token_ids[0], logprobs.logprobs[0]
-    return dict(zip(map(int, ids), map(float, values), strict=True))
+def _tenant(request: Any, wish: BlendRequest) -> str:
+    return wish.tenant or request.cache_salt or ""

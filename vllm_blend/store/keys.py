@@ -97,7 +97,7 @@ class ChunkKey:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes."""
-        salt = self.salt.encode()
+        salt = self.salt.encode(errors="surrogatepass")  # a client may send any text
         sizes = np.array([len(salt), len(self.context), self.num_tokens], dtype="<i8")
         hasher = blake3(self.model.digest)
         for part in (sizes.tobytes(), salt, ids_bytes(self.context), self.id_bytes):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
@@ -68,7 +68,8 @@ class ChunkStore:
         for level in self._levels:
             level.pins = self._pins
         writers = [self._intake, *(lane.writer for lane in self._lanes)]
-        self._at_exit = weakref.finalize(self, _close_all, writers)
+        # not weakref.finalize, which does not run where a forked process ends
+        self._at_exit = Finalize(self, _close_all, args=(writers,), exitpriority=10)
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -95,6 +96,13 @@ class ChunkStore:
         return [
             self._await(one, deadline, layerwise) if isinstance(one, Load) else one for one in found
         ]
+
+    def peek(self, key: ChunkKey) -> StoredKV | None:
+        """A chunk's KV if it is in memory now, put lately included; never waits, and counts nothing."""
+        with self._lock:
+            if (waiting := self._pending.get(key.digest)) and waiting[0].id_bytes == key.id_bytes:
+                return waiting[1]
+        return self._host.get(key)
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Starts to load chunks that will be asked for; returns at once."""
@@ -177,7 +185,7 @@ class ChunkStore:
         self._intake.close()
         for lane in self._lanes:
             lane.close()
-        self._at_exit.detach()
+        self._at_exit.cancel()
         self._host.close()
 
     def __enter__(self) -> ChunkStore:

@@ -1,0 +1,97 @@
+"""A server's chunks in a store's tiers, below those in the model's process. Nothing here waits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm_blend.core import ChunkIds, ChunkKey, KVShape, StoredKV
+
+if TYPE_CHECKING:
+    from vllm_blend.store import ChunkKey as StoreKey
+    from vllm_blend.store import ChunkStore, ModelKey
+
+logger = logging.getLogger("vllm.vllm_blend")
+
+FETCHES = 16
+"""Chunks that are fetched at once; how many of them are read at once is the store's business."""
+STATS_S = 1.0
+
+
+class Tiers:
+    """Writes chunks behind, and fetches them.
+
+    Args:
+        store: it is closed when it is forgotten, or when the process ends.
+        model_key: of this engine's model.
+    """
+
+    def __init__(self, store: ChunkStore, model_key: ModelKey) -> None:
+        self.store = store
+        self._model_key = model_key
+        self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="chunk-fetch")
+        self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
+        self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
+        self._told_at = 0.0
+
+    @classmethod
+    def open(cls, values: Any, vllm_config: Any, shape: KVShape) -> Tiers:
+        """The tiers of ``open_store``'s values.
+
+        Raises:
+            ValueError: names what is wrong with the values.
+            ImportError: if a tier's package is not installed.
+            FileNotFoundError: if there are no weights to tell the model by.
+        """
+        from vllm_blend.store import model_key, open_store
+
+        key = model_key(vllm_config, shape)
+        return cls(open_store(values), key)
+
+    def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
+        """Keeps a chunk, from behind; False if too much waits already."""
+        store_key = self._key(chunk)
+        if not self.store.put(store_key, kv):
+            return False
+        self._puts[key] = store_key, kv
+        return True
+
+    def settled(self) -> dict[ChunkKey, StoredKV]:
+        """Chunks that were put and lie in the store's memory since, there to be shared with it."""
+        found = {}
+        for key, (store_key, kv) in list(self._puts.items()):
+            held = self.store.peek(store_key)
+            if held is not kv:  # else it waits to be copied
+                del self._puts[key]
+                if held is not None:
+                    found[key] = held
+        return found
+
+    def fetch(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        """Begins to bring a chunk to memory."""
+        if key not in self._fetches:
+            self._fetches[key] = self._pool.submit(lambda: self.store.get(self._key(chunk)))
+
+    def fetched(self) -> dict[ChunkKey, StoredKV | None]:
+        """The chunks whose fetches have ended since this was last asked; None: not to be had."""
+        ended = [key for key, future in self._fetches.items() if future.done()]
+        return {key: self._result(self._fetches.pop(key)) for key in ended}
+
+    def stats(self) -> dict[str, int] | None:
+        """The store's counters, once a second."""
+        if time.monotonic() < self._told_at + STATS_S:
+            return None
+        self._told_at = time.monotonic()
+        return self.store.stats()
+
+    def _key(self, chunk: ChunkIds) -> StoreKey:
+        return self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)
+
+    @staticmethod
+    def _result(future: Future[StoredKV | None]) -> StoredKV | None:
+        if (error := future.exception()) is not None:
+            logger.error("vllm_blend: a chunk could not be fetched: %s", error)
+            return None
+        return future.result()

@@ -1,0 +1,74 @@
+"""What the scheduler and the model's process tell each other, on vLLM's own messages.
+
+``Orders`` ride on the scheduler's output, ``News`` on the model runner's, as attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_blend.core import ChunkIds, ChunkKey
+
+ORDERS = "blend_orders"
+"""The attribute of vLLM's ``SchedulerOutput``."""
+NEWS = "blend_news"
+"""The attribute of vLLM's ``ModelRunnerOutput``."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """From the scheduler to the model's process, to be obeyed before the step.
+
+    Attributes:
+        drop: chunks whose memory others need.
+        fetch: chunks to be had from the store's lower tiers, if they are there.
+    """
+
+    drop: tuple[ChunkKey, ...] = ()
+    fetch: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
+
+    @classmethod
+    def of(cls, output: Any) -> Orders:
+        """Those that came with a scheduler's output."""
+        found: Orders = getattr(output, ORDERS, None) or cls()
+        return found
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A chunk of a request's plan whose KV is not in the model's process.
+
+    Attributes:
+        computed: the request's tokens that were in the paged cache already.
+        reason: one word, for the metrics.
+    """
+
+    request_id: str
+    key: ChunkKey
+    computed: int
+    reason: str
+
+
+@dataclass
+class News:
+    """From the model's process to the scheduler.
+
+    Attributes:
+        lost: chunks that requests of this step should have reused.
+        fetched: ordered chunks, and whether they are here now.
+        seconds: of the stages of blending, by request id and stage.
+        store: counters of the store (``ChunkStore.stats``), now and then.
+    """
+
+    lost: list[Lost] = field(default_factory=list)
+    fetched: dict[ChunkKey, bool] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    store: dict[str, int] | None = None
+
+    @classmethod
+    def of(cls, output: Any) -> News:
+        """Those that came with a model runner's output."""
+        found: News = getattr(output, NEWS, None) or cls()
+        return found
