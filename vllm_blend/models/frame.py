@@ -228,6 +228,7 @@ class Frame:
         self.fused |= self.kept.keys()
         self._places.clear()
         self._segment_tables, self._tables_made = None, True
+        self.stored = StoredLayers([], self.rows.device, self._num_layers, 0, NO_CLOCK)
 
     def share_tables(self, attns: Iterable[Any]) -> bool:
         """Whether these layers have slots and blocks in common."""
