@@ -60,7 +60,11 @@ class StageClock:
         """
         totals: dict[str, float] = defaultdict(float)
         for name, start, end in self._marks:
-            totals[name] += start.elapsed_time(end) / 1e3 if self._by_events else end - start
+            if self._by_events:
+                end.synchronize()  # it has passed, as a rule: the step's tokens are there
+                totals[name] += start.elapsed_time(end) / 1e3
+            else:
+                totals[name] += end - start
         return {
             request_id: {name: share * total for name, total in totals.items()}
             for request_id, share in self._shares.items()
