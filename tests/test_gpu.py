@@ -171,7 +171,7 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
             _, logits = engine.run(prompt, max_tokens=1)
         errors.append(relative_error(logits, full))
     assert errors[0] > errors[1] > errors[2]
-    assert errors[0] > 5 * rounding  # so the identities above are not true of any KV
+    assert errors[0] > 3 * rounding  # so the identities above are not true of any KV
     assert errors[2] < 3 * rounding
     for layer, copy in zip(old_kvs, before, strict=True):
         for tensor, kept in zip(layer, copy, strict=True):
@@ -222,10 +222,11 @@ def test_graphs_replay_what_the_layers_compute(
 ) -> None:
     """One graph serves steps of other rows, other KV in other places, and other numbers of requests."""
     graphs = engine.model.graphs
-    if engine.llm.llm_engine.vllm_config.model_config.enforce_eager:
-        assert graphs is None
-        return
-    assert graphs is not None
+    backend = engine.model.layers[0].self_attn.attn.attn_backend.get_name()
+    eager = engine.llm.llm_engine.vllm_config.model_config.enforce_eager
+    assert (graphs is not None) == (backend == "FLASH_ATTN" and not eager)
+    if graphs is None:
+        pytest.skip("this engine runs layer by layer")
     old_kvs = engine.stored(chunks)
     if place != "gpu":
         old_kvs = [[t.cpu().pin_memory() if place == "pinned" else t.cpu() for t in p] for p in old_kvs]
