@@ -12,7 +12,7 @@ import pytest
 
 from vllm_blend.eval.compare import difference
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
-from vllm_blend.eval.methods import blend_settings, method_name
+from vllm_blend.eval.methods import blend_settings, method_name, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.runner import Result
 from vllm_blend.eval.stats import bootstrap, summarize
@@ -78,7 +78,11 @@ def test_method_names_are_read_and_written() -> None:
         assert parts[0] == name.split(":")[0] and set(parts) == set(name.split(":"))
     assert blend_settings("full") is None
     assert blend_settings("reuse") == BlendSettings(recomp_ratio=0.0)
+    assert blend_settings("reuse:behind=nothing") == BlendSettings(recomp_ratio=0.0)
+    assert split_behind("hkvd@0.16:seed=3:behind=bos") == ("hkvd@0.16:seed=3", "bos")
+    assert split_behind("ahead@0.1") == ("ahead@0.1", None)
     for name, message in (
+        ("reuse:behind=me", "behind is 'me'; allowed at a method's end: nothing, bos, another"),
         ("best", "method is 'best'; allowed: full"),
         ("hkvd@x", "could not convert"),
         ("best@0.1", "policy is 'best'"),
@@ -148,7 +152,8 @@ def test_long_passages_are_cut_and_nothing_is_lost() -> None:
             return [ord(c) for c in text]
 
     example = Example("e", (Passage("x" * 25, "T"), Passage("yy")), "q", ("a",))
-    task = replace(TASKS["musique"], header="")
+    task = TASKS["musique"]
     chunks = task.chunks(Letters(), example, 10)
     assert [len(chunk) for chunk in chunks] == [10, 10, 7, 2]
     assert "".join(map(chr, sum(chunks[:3], []))) == "T\n" + "x" * 25
+    assert [len(chunk) for chunk in task.chunks(Letters(), example, 10, 12)] == [10, 2, 2]

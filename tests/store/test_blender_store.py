@@ -75,7 +75,8 @@ def test_a_chunk_is_computed_once_and_kept_in_the_store(smollm2_engine: Engine, 
         assert sum(runs) == 2
         assert answer(blender) == expected  # from host memory
         for text in TEXTS:
-            store.discard(blender._key(blender.chunk(text).token_ids))
+            chunk = blender.chunk(text)
+            store.discard(blender._key(chunk.token_ids, chunk.context))
         del chunk
         assert answer(blender) == expected  # from disk
         assert sum(runs) == 2

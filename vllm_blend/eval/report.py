@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(".out/report.html"))
     options = parser.parse_args(argv)
     task, (example,) = TASKS[options.task], read_examples(options.data, limit=1)
-    blender = make_blender(options.model, 8192)
+    blender = make_blender(options.model, 8192, task.header)
     chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
     prompt = blender.prompt(chunks, task.ask(example))
     found: dict[str, Any] = {}
