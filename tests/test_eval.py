@@ -19,6 +19,7 @@ from vllm_blend.eval.stats import bootstrap, summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tables import HEADER, grid, markdown
 from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.worst import worst
 from vllm_blend.settings import BlendSettings
 
 
@@ -130,6 +131,18 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
         "| `hkvd:mask=bottom_right` | 0.0500 (75%) |  |",
     ]
     assert grid([full, reuse, hkvd], "t") == ""
+
+
+def test_the_worst_examples_come_first() -> None:
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, 2.0, True, 0.0, 0.0, 1.0)
+    rows = [
+        replace(base, method=method, example=example, kl=kl)
+        for example, kl in (("0", 0.1), ("1", 0.5), ("2", 0.3), ("3", None))
+        for method in ("reuse", "hkvd@0.16")
+    ]
+    found = worst(rows, "hkvd@0.16", 2)
+    assert [(r.example, r.kl) for r, _ in found] == [("1", 0.5), ("2", 0.3)]
+    assert list(found[0][1]) == ["reuse", "hkvd@0.16"] and found[0][1]["reuse"].example == "1"
 
 
 def test_synthetic_examples_need_more_than_one_chunk() -> None:
