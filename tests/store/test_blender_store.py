@@ -83,10 +83,13 @@ def test_a_chunk_is_computed_once_and_kept_in_the_store(smollm2_engine: Engine, 
         stats = store.stats()
         assert stats["hits.disk"] == 2
         assert stats["misses.absent"] == 2
-        other = Blender(smollm2_engine.llm, store=store, system="Be brief.")  # another context
-        runs = count_runs(other)
-        other.chunk(TEXTS[0])
-        assert runs == [1]
+        for context in ({"system": "Be brief."}, {"head": "Be brief."}):
+            for expected_runs in ([1], [0]):  # another context is another chunk, the same the same
+                other = Blender(smollm2_engine.llm, store=store, **context)  # type: ignore[arg-type]
+                runs = count_runs(other)
+                other.chunk(TEXTS[0])
+                assert runs == expected_runs
+                del other
 
 
 @pytest.mark.slow
