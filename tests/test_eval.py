@@ -122,6 +122,7 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
     assert reuse.same == 0.5
     count, mean = difference(rows, "hkvd@0.16", "reuse")
     assert count == 1 and mean.value == pytest.approx(-0.15)
+    assert difference(rows, "full", "reuse", "score")[1].value == 0.5
     assert markdown([full]).splitlines()[2].count("|") == len(HEADER) + 1
     more = replace(hkvd, method="hkvd@0.05:mask=bottom_right")
     assert grid([full, reuse, hkvd, more], "t").splitlines() == [
