@@ -114,6 +114,62 @@ def test_raw_text_and_arguments(smollm2_engine: Engine) -> None:
         Blender(smollm2_engine.llm, BlendSettings(check_layers=(30,)))
 
 
+def test_chunks_are_computed_behind_the_head(smollm2_engine: Engine, texts: list[str]) -> None:
+    """Right behind the head a chunk's stored KV is exact; computed behind anything else it is not."""
+    blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:")
+    question, reuse = "What is the limit?", BlendSettings(recomp_ratio=0.0)
+    own, bare = blender.chunk(texts[0]), blender.chunk(texts[0], head="")
+    assert own is blender.chunk(texts[0], head="Answer from these texts:")
+    assert own is not bare and own.token_ids == bare.token_ids
+    assert own.context == blender.frame.head and bare.context == ()
+    prompts = [blender.prompt([chunk], question) for chunk in (own, bare)]
+    assert prompts[0].token_ids == prompts[1].token_ids
+    assert prompts[0].token_ids[: len(own.context)] == list(own.context)
+    assert [span.start for span in prompts[0].spans] == [0, len(own.context)]
+    full = suffix_logits(blender, prompts[0], blend=False)
+    exact, far = (
+        kl_divergence(full, suffix_logits(blender, prompt, settings=reuse)) for prompt in prompts
+    )
+    assert exact < 1e-6 and far > 1e-3
+    blender.forget(own)
+    assert blender.chunk(texts[0], head="") is bare
+    assert blender.chunk(texts[0]) is not own
+
+
+def test_a_prompt_may_have_another_head(smollm2_engine: Engine, texts: list[str]) -> None:
+    blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:")
+    plain = Blender(smollm2_engine.llm, chat=False)
+    chunks = blender.chunks(texts[:2])
+    prompt = blender.prompt(chunks, "Why?", head="Say what is asked:")
+    head = [*plain.chunk("Say what is asked:").token_ids]
+    assert prompt.token_ids[: len(head)] == head and prompt.spans[0].start == len(head)
+    full = suffix_logits(blender, prompt, blend=False)
+    blended = suffix_logits(blender, prompt, settings=BlendSettings(recomp_ratio=1.0))
+    assert kl_divergence(full, blended) < 1e-6
+    with pytest.raises(TypeError, match="head is list"):
+        Blender(smollm2_engine.llm, chat=False, head=[0.5])  # type: ignore[list-item]
+
+
+def test_each_prompt_of_a_batch_may_have_settings_of_its_own(
+    blender: Blender, texts: list[str]
+) -> None:
+    from vllm import SamplingParams
+
+    prompt = blender.prompt(blender.chunks(texts[:3]), "Why?")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    each = [
+        BlendSettings(policy="ahead", recomp_ratio=0.2),
+        BlendSettings(recomp_ratio=0.3, mask="bottom_right"),
+        BlendSettings(policy="heads", recomp_ratio=0.1),
+        BlendSettings(policy="ahead", recomp_ratio=0.4, mask="bottom_right"),
+    ]
+    alone = [blender.generate(prompt, params, settings=settings) for settings in each]
+    both = blender.generate([prompt] * 4, params, settings=each)
+    assert [o.outputs[0].token_ids for o in both] == [o.outputs[0].token_ids for o in alone]
+    with pytest.raises(ValueError, match="settings has 1 entries for 2 prompts"):
+        blender.generate([prompt] * 2, params, settings=each[:1])
+
+
 def test_stored_kv_is_what_a_chunk_is_kept_as(blender: Blender) -> None:
     chunk = blender.chunk("Tolmere is a harbour town.")
     shape = blender.model.kv_shape

@@ -12,13 +12,14 @@ import pytest
 
 from vllm_blend.eval.compare import difference
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
-from vllm_blend.eval.methods import blend_settings, method_name
+from vllm_blend.eval.methods import blend_settings, method_name, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.runner import Result
 from vllm_blend.eval.stats import bootstrap, summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tables import HEADER, grid, markdown
 from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.worst import worst
 from vllm_blend.settings import BlendSettings
 
 
@@ -78,7 +79,11 @@ def test_method_names_are_read_and_written() -> None:
         assert parts[0] == name.split(":")[0] and set(parts) == set(name.split(":"))
     assert blend_settings("full") is None
     assert blend_settings("reuse") == BlendSettings(recomp_ratio=0.0)
+    assert blend_settings("reuse:behind=nothing") == BlendSettings(recomp_ratio=0.0)
+    assert split_behind("hkvd@0.16:seed=3:behind=bos") == ("hkvd@0.16:seed=3", "bos")
+    assert split_behind("ahead@0.1") == ("ahead@0.1", None)
     for name, message in (
+        ("reuse:behind=me", "behind is 'me'; allowed at a method's end: nothing, bos, another"),
         ("best", "method is 'best'; allowed: full"),
         ("hkvd@x", "could not convert"),
         ("best@0.1", "policy is 'best'"),
@@ -117,6 +122,7 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
     assert reuse.same == 0.5
     count, mean = difference(rows, "hkvd@0.16", "reuse")
     assert count == 1 and mean.value == pytest.approx(-0.15)
+    assert difference(rows, "full", "reuse", "score")[1].value == 0.5
     assert markdown([full]).splitlines()[2].count("|") == len(HEADER) + 1
     more = replace(hkvd, method="hkvd@0.05:mask=bottom_right")
     assert grid([full, reuse, hkvd, more], "t").splitlines() == [
@@ -126,6 +132,18 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
         "| `hkvd:mask=bottom_right` | 0.0500 (75%) |  |",
     ]
     assert grid([full, reuse, hkvd], "t") == ""
+
+
+def test_the_worst_examples_come_first() -> None:
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, 2.0, True, 0.0, 0.0, 1.0)
+    rows = [
+        replace(base, method=method, example=example, kl=kl)
+        for example, kl in (("0", 0.1), ("1", 0.5), ("2", 0.3), ("3", None))
+        for method in ("reuse", "hkvd@0.16")
+    ]
+    found = worst(rows, "hkvd@0.16", 2)
+    assert [(r.example, r.kl) for r, _ in found] == [("1", 0.5), ("2", 0.3)]
+    assert list(found[0][1]) == ["reuse", "hkvd@0.16"] and found[0][1]["reuse"].example == "1"
 
 
 def test_synthetic_examples_need_more_than_one_chunk() -> None:
@@ -148,7 +166,8 @@ def test_long_passages_are_cut_and_nothing_is_lost() -> None:
             return [ord(c) for c in text]
 
     example = Example("e", (Passage("x" * 25, "T"), Passage("yy")), "q", ("a",))
-    task = replace(TASKS["musique"], header="")
+    task = TASKS["musique"]
     chunks = task.chunks(Letters(), example, 10)
     assert [len(chunk) for chunk in chunks] == [10, 10, 7, 2]
     assert "".join(map(chr, sum(chunks[:3], []))) == "T\n" + "x" * 25
+    assert [len(chunk) for chunk in task.chunks(Letters(), example, 10, 12)] == [10, 2, 2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from vllm_blend.prompt import chat_frame, plain_frame, text_ids
+from vllm_blend.prompt import chat_frame, head_ids, plain_frame, text_ids
 
 INPUTS = Path(__file__).parent.parent / "inputs"
 LLAMA_CHAT = (
@@ -100,6 +100,35 @@ def test_chunks_keep_their_ids_wherever_they_stand(style: tuple[str, Any]) -> No
     pieces = [text_ids(tokenizer, sample[str(i)], "chunk") for i in range(3)]
     assert all(tokenizer.bos_token_id not in piece for piece in pieces)
     assert [text_ids(tokenizer, list(piece), "chunk") for piece in pieces] == pieces
+
+
+HEAD = "Read the texts. Be brief."
+
+
+def test_a_head_of_raw_text_stands_behind_bos(style: tuple[str, Any]) -> None:
+    _, tokenizer = style
+    frame, separator = plain_frame(tokenizer), text_ids(tokenizer, "\n\n", "separator")
+    ids = head_ids(tokenizer, frame, HEAD, separator)
+    assert list(ids) == [*tokenizer.encode(HEAD), *separator]
+    assert head_ids(tokenizer, frame, list(ids), separator) == (*frame.head, *ids, *separator)
+    assert head_ids(tokenizer, frame, "", separator) == head_ids(tokenizer, frame, [], separator)
+    assert head_ids(tokenizer, frame, "", separator) == frame.head
+
+
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_a_head_opens_the_users_turn(style: tuple[str, Any], system: str | None) -> None:
+    name, tokenizer = style
+    frame, separator = chat_frame(tokenizer, system), text_ids(tokenizer, "\n\n", "separator")
+    ids = head_ids(tokenizer, frame, HEAD, separator)
+    pieces = [*ids, *text_ids(tokenizer, "Where is it?", "question"), *frame.tail]
+    messages = [{"role": "user", "content": f"{HEAD}\n\nWhere is it?"}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    spaceless = [tokenizer.decode(pieces).replace(" ", ""), rendered.replace(" ", "")]
+    assert spaceless[0] == spaceless[1]
+    if name != "mistral":  # SentencePiece puts a space mark before each piece
+        assert tokenizer.decode(pieces) == rendered
 
 
 def test_no_template_and_no_text_are_refused(style: tuple[str, Any]) -> None:

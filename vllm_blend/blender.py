@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
-from vllm_blend.prompt import Frame, TokenIds, chat_frame, plain_frame, text_ids
+from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, text_ids
 from vllm_blend.settings import BlendSettings
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk's token ids, separator included, and their KV, computed behind the head alone."""
+    """A chunk's token ids, separator included, and their KV, computed behind ``context`` alone."""
 
     token_ids: TokenIds
     kv: StoredKV = field(repr=False)
+    context: TokenIds = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,19 @@ class BlendPrompt:
 class Blender:
     """Reuses chunks in prompts of one in-process ``vllm.LLM``.
 
-    A chunk's KV is computed behind the prompt's head (BOS, system message, chat template), as it will
-    stand in prompts. Without a store it is kept in memory under its token ids until ``forget``. With
-    one, a chunk is looked up there before it is computed, and what is computed is put there.
+    A chunk's KV is computed behind the prompt's head alone (BOS, system message, chat template, and
+    ``head``), as it will stand in prompts: behind nothing, a chunk's first token takes the attention
+    that a prompt's first token gets, and answers suffer (docs/quality.md). Without a store it is kept
+    in memory under its head and token ids until ``forget``. With one, a chunk is looked up there before
+    it is computed, and what is computed is put there.
 
     Args:
         llm: made with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
         settings: which tokens are recomputed; see ``BlendSettings``.
         chat: put prompts into the model's chat template; None: if it has one.
         system: system message of the chat template; None: the template's default.
+        head: what every prompt begins with behind BOS or the template's marks, such as an instruction;
+            text (a separator follows it) or token ids (likewise). "": nothing.
         separator: text behind each chunk; it becomes part of the chunk.
         store: where chunks are kept; whoever made it closes it.
         salt: of the tenant whose chunks these are: others do not find them in the store.
@@ -74,6 +79,7 @@ class Blender:
         *,
         chat: bool | None = None,
         system: str | None = None,
+        head: str | Sequence[int] = "",
         separator: str = "\n\n",
         store: ChunkStore | None = None,
         salt: str = "",
@@ -86,38 +92,55 @@ class Blender:
         if chat is None:
             chat = bool(getattr(self.tokenizer, "chat_template", None))
         if system is not None and not chat:
-            raise ValueError("system is set, but chat is False; put it into the question instead")
-        self.frame: Frame = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
+            raise ValueError("system is set, but chat is False; make it the head instead")
+        self._around = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
+        self.frame = Frame(self._head_ids(head), self._around.tail)
         self.store = store
         self._salt = salt
         # with a store, what nobody uses is its business
-        self._chunks: MutableMapping[TokenIds, Chunk] = {} if store is None else WeakValueDictionary()
+        self._chunks: MutableMapping[tuple[TokenIds, TokenIds], Chunk] = (
+            {} if store is None else WeakValueDictionary()
+        )
         if store is not None:
             from vllm_blend.store import model_key
 
             self._model_key = model_key(llm.llm_engine.vllm_config, self.model.kv_shape)
         self._head = self._collect_head()
 
-    def chunk(self, text: str | Sequence[int]) -> Chunk:
+    def chunk(self, text: str | Sequence[int], *, head: str | Sequence[int] | None = None) -> Chunk:
         """The chunk of ``text`` (or token ids), with its KV; computed at first sight only."""
-        return self.chunks([text])[0]
+        return self.chunks([text], head=head)[0]
 
-    def chunks(self, texts: Sequence[str | Sequence[int]], *, use_tqdm: bool = False) -> list[Chunk]:
-        """Like ``chunk``, for many in one batch."""
+    def chunks(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        head: str | Sequence[int] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[Chunk]:
+        """Like ``chunk``, for many in one batch.
+
+        Args:
+            texts: or token ids.
+            head: what they are computed behind instead of the blender's; "": the frame alone.
+            use_tqdm: shows vLLM's progress bar.
+        """
+        context = self._head_ids(head)
         ids = [
             text_ids(self.tokenizer, text, f"chunk {i}") + self.separator
             for i, text in enumerate(texts)
         ]
-        chunks = {key: chunk for key in ids if (chunk := self._chunks.get(key)) is not None}
+        chunks = {key: c for key in ids if (c := self._chunks.get((context, key))) is not None}
         unknown = [key for key in dict.fromkeys(ids) if key not in chunks]
-        chunks |= {key: Chunk(key, kv) for key, kv in self._look_up(unknown).items()}
+        chunks |= {key: Chunk(key, kv, context) for key, kv in self._look_up(unknown, context).items()}
         missing = [key for key in unknown if key not in chunks]
-        for key, kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
-            chunks[key] = Chunk(key, kv)
+        for key, kv in zip(missing, self._collect(missing, context, use_tqdm), strict=True):
+            chunks[key] = Chunk(key, kv, context)
             if self.store is not None:
-                self.store.put(self._key(key), kv)
-        self._chunks.update(chunks)
+                self.store.put(self._key(key, context), kv)
+        for key, chunk in chunks.items():
+            self._chunks[context, key] = chunk
         return [chunks[key] for key in ids]
 
     def forget(self, chunk: Chunk) -> None:
@@ -125,23 +148,32 @@ class Blender:
 
         A store keeps it.
         """
-        self._chunks.pop(chunk.token_ids, None)
+        self._chunks.pop((chunk.context, chunk.token_ids), None)
 
     def prompt(
         self,
         chunks: Sequence[Chunk],
         question: str | Sequence[int],
         answer: Sequence[int] = (),
+        *,
+        head: str | Sequence[int] | None = None,
     ) -> BlendPrompt:
         """Head, chunks in this order, question, tail; then ``answer``, to go on from its token ids.
+
+        Args:
+            chunks: computed behind any head; best behind this prompt's.
+            question, answer: text or token ids; token ids.
+            head: of this prompt instead of the blender's; it is computed with the prompt.
 
         Raises:
             ValueError: if there is no chunk, or the question is empty.
         """
         if not chunks:
             raise ValueError("chunks is empty; blending needs at least one chunk")
-        token_ids = list(self.frame.head)
-        spans = [] if self._head is None else [self._head]
+        token_ids = list(self._head_ids(head))
+        spans = []
+        if self._head is not None and self._head.token_ids == tuple(token_ids):
+            spans.append(self._head)
         for chunk in chunks:
             spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
             token_ids += chunk.token_ids
@@ -155,7 +187,7 @@ class Blender:
         prompts: BlendPrompt | Sequence[BlendPrompt],
         sampling_params: SamplingParams | None = None,
         *,
-        settings: BlendSettings | None = None,
+        settings: BlendSettings | Sequence[BlendSettings] | None = None,
         blend: bool = True,
         use_tqdm: bool = False,
     ) -> Any:
@@ -164,40 +196,51 @@ class Blender:
         Args:
             prompts: one, or several to run as one batch.
             sampling_params: vLLM's; None: the model's defaults.
-            settings: for these prompts, instead of the blender's.
+            settings: for these prompts, instead of the blender's; or one for each of them.
             blend: False runs the same token ids as full prefill, to compare.
 
         Returns:
             vLLM's ``RequestOutput``, or a list of them for several prompts.
+
+        Raises:
+            ValueError: if there are not as many settings as prompts.
         """
         many = [prompts] if isinstance(prompts, BlendPrompt) else list(prompts)
         params = sampling_params or self.llm.get_default_sampling_params()
-        plans = [BlendPlan(p.spans, settings or self.settings) for p in many] if blend else None
+        if settings is None or isinstance(settings, BlendSettings):
+            settings = [settings or self.settings] * len(many)
+        elif len(settings) != len(many):
+            raise ValueError(f"settings has {len(settings)} entries for {len(many)} prompts")
+        plans = [BlendPlan(p.spans, s) for p, s in zip(many, settings, strict=True)] if blend else None
         outputs = self._run([p.token_ids for p in many], params, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
 
-    def _key(self, token_ids: TokenIds) -> ChunkKey:
-        return self._model_key.chunk(token_ids, self.frame.head, self._salt)
+    def _head_ids(self, head: str | Sequence[int] | None) -> TokenIds:
+        """All token ids before the first chunk; None: the blender's own."""
+        if head is None:
+            return self.frame.head
+        return head_ids(self.tokenizer, self._around, head, self.separator)
 
-    def _look_up(self, chunks: list[TokenIds]) -> dict[TokenIds, StoredKV]:
+    def _key(self, token_ids: TokenIds, context: TokenIds) -> ChunkKey:
+        return self._model_key.chunk(token_ids, context, self._salt)
+
+    def _look_up(self, chunks: list[TokenIds], context: TokenIds) -> dict[TokenIds, StoredKV]:
         """What the store has of these chunks."""
         if self.store is None:
             return {}
-        found = self.store.get_many([self._key(ids) for ids in chunks])
+        found = self.store.get_many([self._key(ids, context) for ids in chunks])
         return {ids: kv for ids, kv in zip(chunks, found, strict=True) if kv is not None}
 
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""
         if not self.frame.head:
             return None
-        plan = CollectPlan()
-        self._run([list(self.frame.head)], self._collect_params(), [plan], use_tqdm=False)
-        return ChunkSpan(0, StoredKV(tuple(plan.kv)), self.frame.head)
+        (kv,) = self._collect([self.frame.head], (), use_tqdm=False)
+        return ChunkSpan(0, kv, self.frame.head)
 
-    def _collect(self, chunks: list[TokenIds], use_tqdm: bool) -> list[StoredKV]:
-        head = list(self.frame.head)
-        plans = [CollectPlan(start=len(head)) for _ in chunks]
-        prompts = [head + list(ids) for ids in chunks]
+    def _collect(self, chunks: list[TokenIds], context: TokenIds, use_tqdm: bool) -> list[StoredKV]:
+        plans = [CollectPlan(start=len(context)) for _ in chunks]
+        prompts = [list(context + ids) for ids in chunks]
         self._run(prompts, self._collect_params(), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
 

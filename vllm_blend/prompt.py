@@ -83,3 +83,17 @@ def text_ids(tokenizer: Any, text: str | Sequence[int], name: str) -> TokenIds:
     if not ids:
         raise ValueError(f"{name} is empty; expected at least one token")
     return ids
+
+
+def head_ids(tokenizer: Any, frame: Frame, head: str | Sequence[int], separator: TokenIds) -> TokenIds:
+    """The ids before the first chunk: the frame's, then ``head`` with a separator behind it.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        frame: what stands around every prompt; in a chat template ``head`` opens the user's turn.
+        head: text or token ids; empty: the frame's alone, without a separator.
+        separator: as behind a chunk.
+    """
+    if not len(head):
+        return frame.head
+    return frame.head + text_ids(tokenizer, head, "head") + separator

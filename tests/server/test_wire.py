@@ -123,6 +123,8 @@ def test_any_value_is_a_request_that_fits_or_a_value_error(
         ({"ram_gb": -1}, "ram_gb is -1"),
         ({"min_chunk_tokens": 0}, "min_chunk_tokens is 0"),
         ({"separator": 5}, "separator is 5"),
+        ({"head": 5}, "head is 5"),
+        ({"system": ["x"]}, "system is \\['x'\\]; expected a text or null"),
         ({"recomp_ratio": 7}, "recomp_ratio is 7"),
     ],
 )

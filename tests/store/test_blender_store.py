@@ -75,17 +75,21 @@ def test_a_chunk_is_computed_once_and_kept_in_the_store(smollm2_engine: Engine, 
         assert sum(runs) == 2
         assert answer(blender) == expected  # from host memory
         for text in TEXTS:
-            store.discard(blender._key(blender.chunk(text).token_ids))
+            chunk = blender.chunk(text)
+            store.discard(blender._key(chunk.token_ids, chunk.context))
         del chunk
         assert answer(blender) == expected  # from disk
         assert sum(runs) == 2
         stats = store.stats()
         assert stats["hits.disk"] == 2
         assert stats["misses.absent"] == 2
-        other = Blender(smollm2_engine.llm, store=store, system="Be brief.")  # another context
-        runs = count_runs(other)
-        other.chunk(TEXTS[0])
-        assert runs == [1]
+        for context in ({"system": "Be brief."}, {"head": "Be brief."}):
+            for expected_runs in ([1], [0]):  # another context is another chunk, the same the same
+                other = Blender(smollm2_engine.llm, store=store, **context)  # type: ignore[arg-type]
+                runs = count_runs(other)
+                other.chunk(TEXTS[0])
+                assert runs == expected_runs
+                del other
 
 
 @pytest.mark.slow

@@ -120,8 +120,8 @@ def virtual_requests(
     for request in step.requests:
         if isinstance(request.plan, BlendPlan) and request.plan.settings.mask == "bottom_right":
             starts = rows[first]
-            inside = (starts > request.row) & (starts < request.row + request.num_rows)
-            inside &= starts != rows[torch.searchsorted(rows, request.row)]
-            first = first[~inside]
+            own = (starts >= request.row) & (starts < request.row + request.num_rows)
+            later = own & (own.cumsum(0) > 1)  # a frame for another request's rows alone has none
+            first = first[~later]
             length = torch.diff(first, append=first.new_tensor([rows.numel()]))
     return first, length

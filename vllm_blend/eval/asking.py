@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.eval.data import Example
@@ -33,8 +34,8 @@ class Asker:
     Args:
         blender: with the engine.
         task, example: what is asked.
-        chunks: the prompt's, the task's header first if it has one.
-        prompt: of these chunks.
+        chunks: the prompt's.
+        prompt: of these chunks behind the task's header.
     """
 
     def __init__(
@@ -47,13 +48,11 @@ class Asker:
     ) -> None:
         self.blender, self.task, self.example = blender, task, example
         self.chunks, self.prompt = chunks, prompt
+        self._first = prompt.spans[-len(chunks)]
 
-    def generate(self, settings: BlendSettings | None) -> Answer:
-        """Blended with ``settings``, or by full prefill."""
-        if settings is None:
-            return self._ask([self.prompt.token_ids])[0]
-        output = self.blender.generate(self.prompt, self._params(), settings=settings)
-        return answer_of(output)
+    def full(self) -> Answer:
+        """By full prefill."""
+        return self._ask([self.prompt.token_ids])[0]
 
     def by(self, method: str) -> Answer:
         """By a method that does not blend; see ``methods.py``."""
@@ -68,48 +67,42 @@ class Asker:
         mapped = time.perf_counter() - start
         parts = "\n".join(dict.fromkeys(answer.text for answer in answers if answer.text))
         ids = self.blender.tokenizer.encode(parts or "-", add_special_tokens=False)
-        reduced = self._ask([self._plain([list(ids)])])[0]
+        reduced = self._ask([self._plain(ids)])[0]
         return Answer(reduced.token_ids, reduced.text, mapped + reduced.ttft)
 
     def _behind_prefix(self) -> Answer:
-        """Full prefill when the first chunk's blocks are in the prefix cache."""
+        """Full prefill when the blocks of the head and the first chunk are in the prefix cache."""
         from vllm import SamplingParams
 
         salt = uuid.uuid4().hex
-        end = next((s.end for s in self.prompt.spans if s.end > len(self.blender.frame.head)), 1)
+        end = self._first.end
         once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         self._run([self.prompt.token_ids[:end]], once, salt)
-        return answer_of(self._run([self.prompt.token_ids], self._params(), salt)[0])
+        return answer_of(self._run([self.prompt.token_ids], self.params(), salt)[0])
 
     def _each_chunk(self) -> tuple[list[Answer], list[float]]:
         """Answers from each chunk alone, and the mean log-probability of each one's tokens."""
-        params = self._params()
+        params = self.params()
         params.logprobs = 1
-        passages = self.chunks[1:] if self.task.header else self.chunks
-        outputs = self._run([self._plain([list(c.token_ids)]) for c in passages], params)
+        outputs = self._run([self._plain(c.token_ids) for c in self.chunks], params)
         completions = [output.outputs[0] for output in outputs]
         logprobs = [float(c.cumulative_logprob or 0) / max(len(c.token_ids), 1) for c in completions]
         return [answer_of(output) for output in outputs], logprobs
 
-    def _plain(self, chunks: Sequence[list[int]]) -> list[int]:
-        """Token ids of head, the task's header, these chunks and the question."""
-        tokenizer, frame = self.blender.tokenizer, self.blender.frame
-        ids = list(frame.head)
-        if self.task.header:
-            ids += self.chunks[0].token_ids
-        for chunk in chunks:
-            ids += chunk
-        ask = self.task.ask(self.example)
-        return [*ids, *tokenizer.encode(ask, add_special_tokens=False), *frame.tail]
+    def _plain(self, chunk: Sequence[int]) -> list[int]:
+        """Token ids of the head, one chunk and the question."""
+        head = self.prompt.token_ids[: self._first.start]
+        ask = self.blender.tokenizer.encode(self.task.ask(self.example), add_special_tokens=False)
+        return [*head, *chunk, *ask, *self.blender.frame.tail]
 
-    def _params(self) -> SamplingParams:
+    def params(self) -> SamplingParams:
         from vllm import SamplingParams
 
         stop = list(self.task.stop) or None
         return SamplingParams(max_tokens=self.task.max_tokens, temperature=0, stop=stop)
 
     def _ask(self, prompts: Sequence[list[int]]) -> list[Answer]:
-        return [answer_of(output) for output in self._run(prompts, self._params())]
+        return [answer_of(output) for output in self._run(prompts, self.params())]
 
     def _run(
         self, prompts: Sequence[list[int]], params: SamplingParams, salt: str | None = None
@@ -119,6 +112,27 @@ class Asker:
             {"prompt_token_ids": ids, "cache_salt": salt or uuid.uuid4().hex} for ids in prompts
         ]
         return self.blender.llm.generate(tokens, params, use_tqdm=False)
+
+
+def ask_blended(blended: Sequence[tuple[Asker, BlendSettings]]) -> list[Answer]:
+    """Answers of one engine and task, several prompts a batch; how long they took means nothing.
+
+    No batch has more tokens than the engine prefills in a step: a prompt that is prefilled in parts
+    would have its tokens chosen in each part.
+    """
+    answers: list[Answer] = []
+    while batch := list(blended[len(answers) :]):
+        blender = batch[0][0].blender
+        budget = blender.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+        sizes = accumulate(len(asker.prompt.token_ids) for asker, _ in batch)
+        batch = batch[: max(1, sum(size <= budget for size in sizes))]
+        outputs = blender.generate(
+            [asker.prompt for asker, _ in batch],
+            batch[0][0].params(),
+            settings=[settings for _, settings in batch],
+        )
+        answers += map(answer_of, outputs)
+    return answers
 
 
 def answer_of(output: RequestOutput) -> Answer:

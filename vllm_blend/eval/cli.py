@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,10 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", default=[], help="run each at every --ratios")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.05, 0.08, 0.16, 0.3])
     parser.add_argument("--chunk-tokens", type=int, default=512, help="cut longer passages (512)")
+    parser.add_argument("--passage-tokens", type=int, help="cut off the rest of longer passages")
     parser.add_argument("--max-passages", type=int, help="of an example; gold ones first")
     parser.add_argument("--kl-tokens", type=int, default=16, help="answer tokens that KL is over (16)")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (default: the task's)")
     parser.add_argument(
         "--no-answers", action="store_true", help="KL and agreement only, twice as fast"
     )
@@ -55,8 +58,8 @@ def methods_of(options: argparse.Namespace) -> list[str]:
     return [*options.methods, *grid]
 
 
-def make_blender(model: Path | None, max_model_len: int) -> Blender:
-    """An in-process engine that prefills a prompt in one step, on raw text.
+def make_blender(model: Path | None, max_model_len: int, head: str = "") -> Blender:
+    """An in-process engine that prefills a prompt in one step, on raw text behind ``head``.
 
     Prefix caching is on, since it is one of the methods; requests of others are salted apart.
     """
@@ -77,7 +80,7 @@ def make_blender(model: Path | None, max_model_len: int) -> Blender:
         enforce_eager=True,
         disable_log_stats=False,
     )
-    return Blender(llm, chat=False)
+    return Blender(llm, chat=False, head=head)
 
 
 def evaluate(
@@ -89,18 +92,23 @@ def evaluate(
     from vllm_blend.eval.tables import write_tables
 
     methods = methods_of(options)
-    blender = make_blender(options.model, options.max_model_len)
+    task = TASKS[task_name]
+    if options.max_tokens:
+        task = replace(task, max_tokens=options.max_tokens)
+    blender = make_blender(options.model, options.max_model_len, task.header)
     protocol = Protocol(
         options.model.name if options.model else "SmolLM2-135M-Instruct",
         options.chunk_tokens,
         options.kl_tokens,
         options.max_passages,
         not options.no_answers,
+        options.max_tokens,
+        options.passage_tokens,
     )
     folder = options.output or Path(".out") / default_output
     runner = Runner(blender, protocol, folder)
-    summaries = summarize(runner.run(TASKS[task_name], examples, methods))
-    print(f"\n{protocol.model}, score: {TASKS[task_name].metric}; results in {folder}\n")
+    summaries = summarize(runner.run(task, examples, methods))
+    print(f"\n{protocol.model}, score: {task.metric}; results in {folder}\n")
     print(write_tables(summaries, folder))
 
 

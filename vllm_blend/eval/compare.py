@@ -8,24 +8,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from vllm_blend.eval.runner import Result, read_results
 from vllm_blend.eval.stats import Mean, bootstrap
 from vllm_blend.eval.tables import interval
 
 
-def difference(results: Sequence[Result], one: str, two: str) -> tuple[int, Mean]:
-    """KL to full prefill of method ``one`` less that of ``two``, on the examples that both have.
+def difference(
+    results: Sequence[Result], one: str, two: str, what: Literal["kl", "score"] = "kl"
+) -> tuple[int, Mean]:
+    """KL to full prefill (or score) of method ``one`` less that of ``two``, on the examples both have.
 
     Returns:
-        The number of examples, and the mean with its interval; below 0 ``one`` is nearer.
+        The number of examples, and the mean with its interval; KL below 0: ``one`` is nearer.
     """
-    kl: dict[str, dict[tuple[str, str], float]] = {one: {}, two: {}}
+    found: dict[str, dict[tuple[str, str], float]] = {one: {}, two: {}}
     for result in results:
-        if result.method in kl and result.kl is not None:
-            kl[result.method][result.task, result.example] = result.kl
-    both = kl[one].keys() & kl[two].keys()
-    return len(both), bootstrap([kl[one][key] - kl[two][key] for key in sorted(both)])
+        value: float | None = getattr(result, what)
+        if result.method in found and value is not None:
+            found[result.method][result.task, result.example] = value
+    both = found[one].keys() & found[two].keys()
+    return len(both), bootstrap([found[one][key] - found[two][key] for key in sorted(both)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs=2, required=True, metavar=("ONE", "TWO"))
     options = parser.parse_args(argv)
     one, two = options.methods
-    print(f"| run | n | KL of `{one}` less `{two}` |\n|---|---|---|")
+    print(f"| `{one}` less `{two}` | n | KL | score |\n|---|---|---|---|")
     for folder in options.folders:
-        count, mean = difference(read_results(folder), one, two)
-        print(f"| {folder.name} | {count} | {interval(mean, 4)} |")
+        results = read_results(folder)
+        count, kl = difference(results, one, two)
+        _, score = difference(results, one, two, "score")
+        print(f"| {folder.name} | {count} | {interval(kl, 4)} | {interval(score)} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Ways to answer a question over passages; each has a name that says all of it.
 
 ``full``          full prefill of every token: what the others are compared with
-``prefix``        full prefill behind vLLM's prefix cache, which holds the prompt's first chunk
+``prefix``        full prefill behind vLLM's prefix cache, which holds the prompt's head and first chunk
 ``reuse``         stored KV of every chunk, nothing recomputed (the same as ``hkvd@0``)
 ``POLICY@RATIO``  blending, e.g. ``hkvd@0.16``; further settings follow after colons:
                   ``hkvd@0.16:mask=bottom_right``, ``hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.16``
+``...:behind=``   last: with chunks computed behind something else than the prompt's head: ``nothing``,
+                  ``bos``, ``another`` (an instruction that is not the prompt's)
 ``mapreduce``     an answer from each chunk alone, then one from these answers
 ``maprerank``     an answer from each chunk alone; the one that the model is surest of
 """
@@ -19,6 +21,13 @@ from vllm_blend.settings import BlendSettings
 
 PLAIN = ("full", "prefix", "mapreduce", "maprerank")
 
+BEHIND: dict[str, str] = {
+    "nothing": "",
+    "bos": "",
+    "another": "Here are some texts. Read them, and do what is asked at the end.",
+}
+"""Other heads to compute chunks behind; of ``bos``, the ids are the tokenizer's."""
+
 _VALUES: dict[str, Callable[[str], Any]] = {
     "mask": str,
     "seed": int,
@@ -26,6 +35,18 @@ _VALUES: dict[str, Callable[[str], Any]] = {
     "check_layers": lambda text: tuple(int(part) for part in text.split(",")),
     "recomp_ratios": lambda text: tuple(float(part) for part in text.split(",")),
 }
+
+
+def split_behind(name: str) -> tuple[str, str | None]:
+    """A method's name without its ``:behind=`` part, and that part; None: behind the prompt's head.
+
+    Raises:
+        ValueError: names the head that is not known.
+    """
+    name, _, behind = name.partition(":behind=")
+    if behind and behind not in BEHIND:
+        raise ValueError(f"behind is {behind!r}; allowed at a method's end: {', '.join(BEHIND)}")
+    return name, behind or None
 
 
 def blend_settings(name: str) -> BlendSettings | None:
@@ -36,6 +57,7 @@ def blend_settings(name: str) -> BlendSettings | None:
     """
     if name in PLAIN:
         return None
+    name, _ = split_behind(name)
     if name == "reuse":
         return BlendSettings(recomp_ratio=0.0)
     head, *rest = name.split(":")

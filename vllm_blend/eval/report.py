@@ -30,7 +30,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1, h2 { line-height: 1.2 } img { max-width: 100%; display: block } p.note { color: #555 }
 .chunk { border-left: 3px solid #bbb; padding-left: .8rem; margin: 1rem 0; white-space: pre-wrap }
 .kept { outline: 1.5px solid #1f5fbf } table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
-td, th { border: 1px solid #ccc; padding: .2rem .5rem; text-align: left }
+td, th { border: 1px solid #ccc; padding: .2rem .5rem; text-align: left; white-space: nowrap }
 </style></head><body>
 <h1>{{ title }}</h1>
 <p class="note">{{ model }}; {{ num_tokens }} chunk tokens in {{ texts|length }} chunks; policy
@@ -41,7 +41,7 @@ td, th { border: 1px solid #ccc; padding: .2rem .5rem; text-align: left }
 {% if rows %}<h2>Methods</h2><p class="note">Means with their 95% bootstrap interval; paired with full
 prefill on the same prompts.</p>
 <table><tr>{% for cell in header %}<th>{{ cell }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>{% endif %}
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell.strip("`") }}</td>{% endfor %}</tr>{% endfor %}</table>{% endif %}
 <h2>The text</h2><p class="note">The redder, the further stored V is from full prefill's (mean over layers);
 framed tokens are recomputed.</p>
 {% for tokens in texts %}<div class="chunk">{% for token, shade, kept in tokens %}<span
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(".out/report.html"))
     options = parser.parse_args(argv)
     task, (example,) = TASKS[options.task], read_examples(options.data, limit=1)
-    blender = make_blender(options.model, 8192)
+    blender = make_blender(options.model, 8192, task.header)
     chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
     prompt = blender.prompt(chunks, task.ask(example))
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Runs methods on examples, one prompt at a time; each result is a line of JSON at once.
+"""Runs methods on examples; once an example is done, each method's result is a line of JSON.
 
 A run is paired: every method gets the same token ids as full prefill, and is compared with it on the
 answer that full prefill gives. A run that was stopped goes on where it was: what has a line is not run
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,14 @@ from tqdm import tqdm
 
 from vllm_blend.eval import asking
 from vllm_blend.eval.data import Example
-from vllm_blend.eval.methods import blend_settings
+from vllm_blend.eval.methods import BEHIND, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
 from vllm_blend.quality import Forced, agreement, forced_logits, kl_divergence
 
 if TYPE_CHECKING:
     from vllm_blend.blender import Blender
+    from vllm_blend.settings import BlendSettings
 
 RESULTS, RUN = "results.jsonl", "run.json"
 
@@ -67,6 +68,8 @@ class Protocol:
     kl_tokens: int = 16
     max_passages: int | None = None
     answers: bool = True  # False: only what teacher forcing tells, in half the time
+    max_tokens: int | None = None  # of an answer; None: the task's
+    passage_tokens: int | None = None  # a longer passage loses its end
 
 
 class Runner:
@@ -115,22 +118,45 @@ class Runner:
 
     def example(self, task: Task, example: Example, methods: Sequence[str]) -> Iterable[Result]:
         """One example by each method; its chunks' KV is dropped afterwards."""
-        tokenizer = self.blender.tokenizer
-        ids = task.chunks(tokenizer, example, self.protocol.chunk_tokens)
-        chunks = self.blender.chunks(ids)
-        prompt = self.blender.prompt(chunks, task.ask(example))
-        asker = asking.Asker(self.blender, task, example, chunks, prompt)
+        askers: dict[str | None, asking.Asker] = {}
         try:
-            full = asker.generate(None)
+            askers[None] = self._asker(task, example, None)
+            full = askers[None].full()
             forced = full.token_ids[: self.protocol.kl_tokens]
-            exact = forced_logits(self.blender, prompt, forced, blend=False)
+            exact = forced_logits(self.blender, askers[None].prompt, forced, blend=False)
+            found: list[tuple[Result, asking.Answer | None]] = []
+            pending: dict[int, tuple[asking.Asker, BlendSettings]] = {}
             for method in methods:
-                yield self._result(method, task, example, asker, full, exact)
+                name, behind = split_behind(method)
+                if behind not in askers:
+                    askers[behind] = self._asker(task, example, behind)
+                found.append(self._compared(method, task, example, askers[behind], full, exact))
+                settings = blend_settings(name)
+                if self.protocol.answers and settings is not None and found[-1][1] is None:
+                    pending[len(found) - 1] = (askers[behind], settings)
+            answers = asking.ask_blended([*pending.values()])
+            for index, blended in zip(pending, answers, strict=True):
+                found[index] = found[index][0], blended
+            for result, answer in found:
+                yield result if answer is None else _answered(result, answer, full, task, example)
         finally:
-            for chunk in chunks:
-                self.blender.forget(chunk)
+            for asker in askers.values():
+                for chunk in asker.chunks:
+                    self.blender.forget(chunk)
 
-    def _result(
+    def _asker(self, task: Task, example: Example, behind: str | None) -> asking.Asker:
+        """The same prompt each time, of chunks computed behind its head or something else."""
+        tokenizer = self.blender.tokenizer
+        head: str | list[int] = task.header if behind is None else BEHIND[behind]
+        if behind == "bos":
+            head = [bos_id(tokenizer)]
+        protocol = self.protocol
+        ids = task.chunks(tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens)
+        chunks = self.blender.chunks(ids, head=head)
+        prompt = self.blender.prompt(chunks, task.ask(example), head=task.header)
+        return asking.Asker(self.blender, task, example, chunks, prompt)
+
+    def _compared(
         self,
         method: str,
         task: Task,
@@ -138,7 +164,8 @@ class Runner:
         asker: asking.Asker,
         full: asking.Answer,
         exact: Forced,
-    ) -> Result:
+    ) -> tuple[Result, asking.Answer | None]:
+        """A method without its answer, and the answer where it is known already."""
         settings = blend_settings(method)
         numbers: dict[str, float] = {}
         answer: asking.Answer | None = full
@@ -157,22 +184,45 @@ class Runner:
                 first_kl=kl_divergence(exact.logits[:1], blended.logits[:1]),
                 top1=agreement(exact.logits, blended.logits),
             )
-            if not self.protocol.answers:
-                answer = None
-            elif numbers["top1"] < 1 or len(forced) < len(full.token_ids):
-                answer = asker.generate(settings)  # else it is full prefill's: greedy choices agree
-        return Result(
+            known = numbers["top1"] == 1 and len(forced) == len(full.token_ids)
+            answer = full if known and self.protocol.answers else None
+        result = Result(
             task=task.name,
             example=example.id,
             method=method,
             num_tokens=len(asker.prompt.token_ids),
             num_reused=asker.prompt.num_reused if settings else 0,
-            answer=None if answer is None else answer.text,
-            score=None if answer is None else score(task.metric, answer.text, example.answers),
+            answer=None,
+            score=None,
             ttft=ttft,
-            same=None if answer is None else answer.token_ids == full.token_ids,
+            same=None,
             **numbers,
         )
+        return result, answer
+
+
+def _answered(
+    result: Result, answer: asking.Answer, full: asking.Answer, task: Task, example: Example
+) -> Result:
+    """The result with an answer and its score."""
+    return replace(
+        result,
+        answer=answer.text,
+        score=score(task.metric, answer.text, example.answers),
+        same=answer.token_ids == full.token_ids,
+    )
+
+
+def bos_id(tokenizer: Any) -> int:
+    """What a text begins with in training: BOS, or EOS where there is none.
+
+    Raises:
+        ValueError: if the tokenizer has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise ValueError("the tokenizer has neither BOS nor EOS")
 
 
 def read_results(folder: Path) -> list[Result]:

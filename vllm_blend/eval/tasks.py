@@ -3,7 +3,7 @@
 The protocol is the paper's (arXiv 2405.16444, section 7.1): an instruction first, then each passage as
 chunks of at most 512 tokens, then the question; question answering is scored by F1, summaries by
 Rouge-L. The wording is our own. The instruction holds worked examples, since small models copy a form
-better than they follow an order; it is the first chunk, so its stored KV is exact in every prompt.
+better than they follow an order. It is the head that chunks are computed behind; its KV is exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Task:
     """How a data set is asked and scored.
 
     Attributes:
-        header: the first chunk, or "".
+        header: the prompt's head, or "".
         question: a format string with ``{question}``; what follows the last chunk.
         metric: a name in ``metrics.METRICS``.
         max_tokens: of an answer.
@@ -56,13 +56,21 @@ class Task:
         """What follows the last chunk."""
         return self.question.format(question=example.question.strip())
 
-    def chunks(self, tokenizer: Any, example: Example, chunk_tokens: int) -> list[list[int]]:
-        """Token ids of the header and of each passage, cut where it has more than ``chunk_tokens``."""
-        texts = [self.header] if self.header else []
-        texts += [self.passage(passage) for passage in example.passages]
+    def chunks(
+        self,
+        tokenizer: Any,
+        example: Example,
+        chunk_tokens: int,
+        passage_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Token ids of each passage, cut where it has more than ``chunk_tokens``.
+
+        Of a passage only the first ``passage_tokens`` are taken; None: all.
+        """
+        texts = [self.passage(passage) for passage in example.passages]
         pieces: list[list[int]] = []
         for text in texts:
-            ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
+            ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)[:passage_tokens]
             pieces += [list(ids[i : i + chunk_tokens]) for i in range(0, len(ids), chunk_tokens)]
         return pieces
 
@@ -76,7 +84,14 @@ TASKS: dict[str, Task] = {
         Task("wikimqa", _QA, _ASK, "F1", 16),
         Task("hotpotqa", _QA, _ASK, "F1", 16),
         Task("nq", _QA, _ASK, "F1", 16),
-        Task("samsum", "", "{question}", "Rouge-L", 48, titled=False),
+        Task(
+            "samsum",
+            "Each conversation is followed by a summary of it in a sentence or two.",
+            "{question}",
+            "Rouge-L",
+            48,
+            titled=False,
+        ),
         Task(
             "multinews",
             "The news passages below are about one event. They are followed by one summary of all.",

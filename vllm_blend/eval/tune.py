@@ -76,10 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
     examples = read_examples(options.data, options.limit, options.max_passages)
-    blender = make_blender(options.model, options.max_model_len)
+    blender = make_blender(options.model, options.max_model_len, TASKS[options.task].header)
     model = options.model.name if options.model else "SmolLM2-135M-Instruct"
     protocol = Protocol(
-        model, options.chunk_tokens, options.kl_tokens, options.max_passages, answers=False
+        model,
+        options.chunk_tokens,
+        options.kl_tokens,
+        options.max_passages,
+        answers=False,
+        passage_tokens=options.passage_tokens,
     )
     runner = Runner(blender, protocol, options.output or Path(".out/tune"))
     task = TASKS[options.task]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey, CollectPlan
-from vllm_blend.prompt import TokenIds, chat_frame, plain_frame
+from vllm_blend.prompt import TokenIds, chat_frame, head_ids, plain_frame
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 
 MAX_WAITING = 4096
@@ -116,17 +116,31 @@ class Background:
             self.chunks.cancel(plan.key)
 
 
-def chunk_context(vllm_config: Any) -> TokenIds:
-    """What chunks are computed behind: the chat template's head, else BOS, else nothing.
+def chunk_context(vllm_config: Any, system: str | None = None, head: str = "") -> TokenIds:
+    """What chunks are computed behind: the chat template's head, else BOS, then ``head``.
 
-    One context for the whole server, so that a chunk's KV serves in every prompt.
+    One context for the whole server, so that a chunk's KV serves in every prompt. It need not be the
+    prompt's own beginning, but the nearer it is, the better (docs/quality.md).
+
+    Args:
+        vllm_config: the engine's.
+        system: a system message for the template; None: its default.
+        head: text behind all that.
+
+    Raises:
+        ValueError: if there is no tokenizer for ``head``, or no template for ``system``.
     """
     if vllm_config.model_config.skip_tokenizer_init:
+        if system is not None or head:
+            raise ValueError("system and head of vllm_blend need a tokenizer; the engine has none")
         return ()
     from vllm.tokenizers.registry import cached_tokenizer_from_config
 
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     try:
-        return chat_frame(tokenizer).head
-    except Exception:  # no chat template, or one that does not take a lone user message
-        return plain_frame(tokenizer).head
+        frame = chat_frame(tokenizer, system)
+    except Exception as error:  # no chat template, or one that does not take these messages
+        if system is not None:
+            raise ValueError(f"system of vllm_blend does not fit the chat template: {error}") from error
+        frame = plain_frame(tokenizer)
+    return head_ids(tokenizer, frame, head, ())

@@ -26,6 +26,9 @@ class ServerSettings:
         parts: the text parts of a chat message but its last mark chunks.
         separator: a text that marks chunks in any prompt: head, chunks and question lie between
             separators, which are not part of the prompt. Empty: none.
+        system: the system message that most requests have; chunks are computed behind it. None: the
+            chat template's default.
+        head: a text that most prompts begin with (in a chat: the user's turn); likewise. Empty: none.
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
         ram_gb: memory for chunks' KV, in GiB.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
@@ -41,6 +44,8 @@ class ServerSettings:
     auto: bool = False
     parts: bool = True
     separator: str = "<|chunk|>"
+    system: str | None = None
+    head: str = ""
     min_chunk_tokens: int = 16
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
@@ -52,8 +57,11 @@ class ServerSettings:
         for name in ("auto", "parts", "log_requests"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
-        if not isinstance(self.separator, str):
-            raise ValueError(f"separator is {self.separator!r}; expected a text")
+        for name in ("separator", "head"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text")
+        if not (self.system is None or isinstance(self.system, str)):
+            raise ValueError(f"system is {self.system!r}; expected a text or null")
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:

@@ -61,7 +61,12 @@ class BlendScheduler:
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
         self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
         self.blend_recent = SequenceIndex(RECENT_TOKENS)
-        context = chunk_context(self.vllm_config)
+        context = chunk_context(self.vllm_config, settings.system, settings.head)
+        if not context:
+            logger.warning(
+                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
+                "costs quality; head sets a text."
+            )
         longest = model_config.max_model_len - 1
         self.blend_background = Background(
             self.blend_chunks,
