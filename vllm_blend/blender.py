@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk's token ids, separator included, and their KV, computed behind the head alone."""
+    """A chunk's token ids, separator included, and their KV, computed behind the head alone.
+
+    Without KV it is computed with the prompt, like the question.
+    """
 
     token_ids: TokenIds
-    kv: StoredKV = field(repr=False)
+    kv: StoredKV | None = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,36 @@ class Blender:
         """The chunk of ``text`` (or token ids), with its KV; computed at first sight only."""
         return self.chunks([text])[0]
 
-    def chunks(self, texts: Sequence[str | Sequence[int]], *, use_tqdm: bool = False) -> list[Chunk]:
-        """Like ``chunk``, for many in one batch."""
-        ids = [
-            text_ids(self.tokenizer, text, f"chunk {i}") + self.separator
-            for i, text in enumerate(texts)
+    def token_ids(
+        self, texts: Sequence[str | Sequence[int]], *, separated: bool = True
+    ) -> list[TokenIds]:
+        """The token ids of chunks, each with the separator behind it unless ``separated`` is False."""
+        separator = self.separator if separated else ()
+        return [
+            text_ids(self.tokenizer, text, f"chunk {i}") + separator for i, text in enumerate(texts)
         ]
+
+    def key(self, token_ids: TokenIds) -> ChunkKey:
+        """What the store knows a chunk by; the separator is among its token ids."""
+        return self._model_key.chunk(token_ids, self.frame.head, self._salt)
+
+    def chunks(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        separated: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[Chunk]:
+        """Like ``chunk``, for many in one batch."""
+        ids = self.token_ids(texts, separated=separated)
         chunks = {key: chunk for key in ids if (chunk := self._chunks.get(key)) is not None}
         unknown = [key for key in dict.fromkeys(ids) if key not in chunks]
         chunks |= {key: Chunk(key, kv) for key, kv in self._look_up(unknown).items()}
         missing = [key for key in unknown if key not in chunks]
-        for key, kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
+        for key, kv in zip(missing, self.collect(missing, use_tqdm), strict=True):
             chunks[key] = Chunk(key, kv)
             if self.store is not None:
-                self.store.put(self._key(key), kv)
+                self.store.put(self.key(key), kv)
         self._chunks.update(chunks)
         return [chunks[key] for key in ids]
 
@@ -143,7 +162,8 @@ class Blender:
         token_ids = list(self.frame.head)
         spans = [] if self._head is None else [self._head]
         for chunk in chunks:
-            spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
+            if chunk.kv is not None:
+                spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
             token_ids += chunk.token_ids
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
@@ -176,14 +196,11 @@ class Blender:
         outputs = self._run([p.token_ids for p in many], params, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
 
-    def _key(self, token_ids: TokenIds) -> ChunkKey:
-        return self._model_key.chunk(token_ids, self.frame.head, self._salt)
-
     def _look_up(self, chunks: list[TokenIds]) -> dict[TokenIds, StoredKV]:
         """What the store has of these chunks."""
         if self.store is None:
             return {}
-        found = self.store.get_many([self._key(ids) for ids in chunks])
+        found = self.store.get_many([self.key(ids) for ids in chunks])
         return {ids: kv for ids, kv in zip(chunks, found, strict=True) if kv is not None}
 
     def _collect_head(self) -> ChunkSpan | None:
@@ -194,7 +211,8 @@ class Blender:
         self._run([list(self.frame.head)], self._collect_params(), [plan], use_tqdm=False)
         return ChunkSpan(0, StoredKV(tuple(plan.kv)), self.frame.head)
 
-    def _collect(self, chunks: list[TokenIds], use_tqdm: bool) -> list[StoredKV]:
+    def collect(self, chunks: Sequence[TokenIds], use_tqdm: bool = False) -> list[StoredKV]:
+        """Computes the KV of chunks, and keeps it nowhere."""
         head = list(self.frame.head)
         plans = [CollectPlan(start=len(head)) for _ in chunks]
         prompts = [head + list(ids) for ids in chunks]

@@ -39,7 +39,8 @@ class ChunkStore:
         tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
         host_bytes: of host memory, taken at once.
         pinned: page-locked host memory; None: where there is a GPU.
-        load_threads: loads that run at once.
+        load_threads: loads that run at once; with fewer than a request has chunks, its last chunks'
+            first layer comes late.
         write_behind_bytes: KV that may wait to be written, for each tier; what is beyond is dropped.
         timeout_s: how long a request waits for a chunk, and a layer for its data.
     """
@@ -50,7 +51,7 @@ class ChunkStore:
         *,
         host_bytes: int,
         pinned: bool | None = None,
-        load_threads: int = 4,
+        load_threads: int = 16,
         write_behind_bytes: int = 1 << 30,
         timeout_s: float = 30.0,
     ) -> None:
@@ -112,9 +113,17 @@ class ChunkStore:
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk would probably be found; may ask a tier over the network."""
+        return self.locate(key) is not None
+
+    def locate(self, key: ChunkKey) -> str | None:
+        """The name of the fastest tier that says it has a chunk, ``"host"`` for memory, or None.
+
+        May ask a tier over the network. A tier that is paused has nothing.
+        """
         with self._lock:
-            pending = key.digest in self._pending
-        return pending or self._host.contains(key) or any(lane.contains(key) for lane in self._lanes)
+            if key.digest in self._pending or self._host.contains(key):
+                return self._host.name
+        return next((lane.name for lane in self._lanes if lane.contains(key)), None)
 
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
         """Keeps a chunk's KV. Never waits: it is copied and written from behind.
