@@ -2,8 +2,8 @@
 
 Chunks lie on a disk tier whose reads are throttled, and are loaded anew for every request. Each
 request is answered with everything loaded at fixed ratios, by full prefill, and as the controller
-decides; the methods take turns. Times are medians; "of the best" is the median of the rounds' quotients.
-Printed is also the cheapest of some storages for a target, by their prices. Last line: JSON.
+decides; the methods take turns. Times are medians; "of the best" is the median of the rounds'
+quotients. Printed is also the cheapest of some storages for a target, by their prices. Last line: JSON.
 """
 
 from __future__ import annotations

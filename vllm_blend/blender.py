@@ -90,6 +90,7 @@ class Blender:
             chat = bool(getattr(self.tokenizer, "chat_template", None))
         if system is not None and not chat:
             raise ValueError("system is set, but chat is False; put it into the question instead")
+        self.chat = chat
         self.frame: Frame = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
         self.store = store

@@ -77,6 +77,11 @@ class ChunkStore:
         """The slower tiers, fastest first, each with the speed of its loads."""
         return self._lanes
 
+    @property
+    def budget_bytes(self) -> int:
+        """Of the largest tier: chunks beyond that push each other out."""
+        return max(level.budget_bytes for level in self._levels)
+
     def get(self, key: ChunkKey, *, layerwise: bool = False) -> StoredKV | None:
         """A chunk's KV, or None: a miss, counted with its reason.
 
