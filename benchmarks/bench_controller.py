@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
 
 from harness import QUESTION, documents, hardware, print_table
+from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, embedded_model
@@ -47,7 +48,7 @@ class ThrottledDisk(DiskTier):
     _free_at = 0.0
     _line = threading.Lock()
 
-    def open(self, key: ChunkKey) -> Source | None:
+    def open(self, key: ChunkKey) -> Any:
         source = super().open(key)
         time.sleep(self.latency_s)
         return None if source is None else ThrottledSource(source, self)
@@ -110,7 +111,10 @@ def main() -> None:
             paced = PacedBlender(blender, floor=options.floor)
             print(f"\n{hardware()}; {llm.llm_engine.model_config.model}\n")
             tier.latency_s = options.latency_ms / 1e3
-            results = [sweep(paced, tier, texts, rate * 1e6, options) for rate in options.rates]
+            results = []
+            for rate in tqdm(options.rates, unit="rate"):
+                results.append(sweep(paced, tier, texts, rate * 1e6, options))
+                tqdm.write(str(results[-1]))
             print_table(list(results[0]), [list(result.values()) for result in results])
             print()
             choices = cheapest(paced, options)

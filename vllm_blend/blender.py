@@ -100,7 +100,9 @@ class Blender:
         if store is not None:
             from vllm_blend.store import model_key
 
-            self._model_key = model_key(llm.llm_engine.vllm_config, self.model.kv_shape)
+            self._model_key = model_key(
+                llm.llm_engine.vllm_config, self.model.kv_shape, storage=store.storage
+            )
         self._head = self._collect_head()
 
     def chunk(self, text: str | Sequence[int]) -> Chunk:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from vllm_blend.core import StoredKV
+from vllm_blend.store.fp8 import Fp8Layers
 from vllm_blend.store.host import HostTier, Slot
-from vllm_blend.store.keys import ChunkKey
+from vllm_blend.store.keys import ChunkKey, check_storage
 from vllm_blend.store.lane import Lane, Writer
 from vllm_blend.store.late import LateKV
 from vllm_blend.store.load import Load, Loads
@@ -43,6 +44,11 @@ class ChunkStore:
             first layer comes late.
         write_behind_bytes: KV that may wait to be written, for each tier; what is beyond is dropped.
         timeout_s: how long a request waits for a chunk, and a layer for its data.
+        storage: how this store's users are to keep KV: ``"auto"``, as it is computed, or ``"fp8"``. It
+            goes into their ``ModelKey``, so that neither finds what the other has kept.
+
+    Raises:
+        ValueError: if ``storage`` is neither.
     """
 
     def __init__(
@@ -54,8 +60,11 @@ class ChunkStore:
         load_threads: int = 16,
         write_behind_bytes: int = 1 << 30,
         timeout_s: float = 30.0,
+        storage: str = "auto",
     ) -> None:
+        check_storage(storage)
         self.timeout_s = timeout_s
+        self.storage = storage
         self._stats = Stats()
         self._pins: Counter[bytes] = Counter()
         self._lock = threading.Lock()
@@ -297,9 +306,12 @@ def _copy(kv: StoredKV, slot: Slot, ready: Any) -> None:
         stream = torch.cuda.Stream(kv.described[0][0].device)  # beside the compute
         stream.wait_event(ready)
     with torch.cuda.stream(stream):  # None: as it is
-        for target, source in zip(slot.layers, kv.layers, strict=True):
-            target[0].copy_(source[0])
-            target[1].copy_(source[1])
+        for index, (k, v) in enumerate(kv.layers):
+            if isinstance(slot.layers, Fp8Layers):
+                slot.layers.write(index, k, v)
+            else:
+                slot.layers[index][0].copy_(k)
+                slot.layers[index][1].copy_(v)
 
 
 def _close_all(writers: list[Writer]) -> None:
