@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk's token ids, separator included, and their KV, computed behind ``context`` alone."""
+    """A chunk's token ids, separator included, and their KV, computed behind ``context`` alone.
+
+    Without KV it is computed with the prompt, like the question.
+    """
 
     token_ids: TokenIds
-    kv: StoredKV = field(repr=False)
+    kv: StoredKV | None = field(repr=False)
     context: TokenIds = field(default=(), repr=False)
 
 
@@ -93,6 +96,7 @@ class Blender:
             chat = bool(getattr(self.tokenizer, "chat_template", None))
         if system is not None and not chat:
             raise ValueError("system is set, but chat is False; make it the head instead")
+        self.chat = chat
         self._around = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
         self.frame = Frame(self._head_ids(head), self._around.tail)
@@ -105,18 +109,40 @@ class Blender:
         if store is not None:
             from vllm_blend.store import model_key
 
-            self._model_key = model_key(llm.llm_engine.vllm_config, self.model.kv_shape)
+            self._model_key = model_key(
+                llm.llm_engine.vllm_config, self.model.kv_shape, storage=store.storage
+            )
         self._head = self._collect_head()
 
     def chunk(self, text: str | Sequence[int], *, head: str | Sequence[int] | None = None) -> Chunk:
         """The chunk of ``text`` (or token ids), with its KV; computed at first sight only."""
         return self.chunks([text], head=head)[0]
 
+    def token_ids(
+        self, texts: Sequence[str | Sequence[int]], *, separated: bool = True
+    ) -> list[TokenIds]:
+        """The token ids of chunks, each with the separator behind it unless ``separated`` is False."""
+        separator = self.separator if separated else ()
+        return [
+            text_ids(self.tokenizer, text, f"chunk {i}") + separator for i, text in enumerate(texts)
+        ]
+
+    def key(self, token_ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
+        """What the store knows a chunk by.
+
+        Args:
+            token_ids: the separator is among them.
+            context: all token ids that it is computed behind; None: the blender's head.
+        """
+        context = self.frame.head if context is None else context
+        return self._model_key.chunk(token_ids, context, self._salt)
+
     def chunks(
         self,
         texts: Sequence[str | Sequence[int]],
         *,
         head: str | Sequence[int] | None = None,
+        separated: bool = True,
         use_tqdm: bool = False,
     ) -> list[Chunk]:
         """Like ``chunk``, for many in one batch.
@@ -124,24 +150,40 @@ class Blender:
         Args:
             texts: or token ids.
             head: what they are computed behind instead of the blender's; "": the frame alone.
+            separated: the separator follows each, and is part of it.
             use_tqdm: shows vLLM's progress bar.
         """
         context = self._head_ids(head)
-        ids = [
-            text_ids(self.tokenizer, text, f"chunk {i}") + self.separator
-            for i, text in enumerate(texts)
-        ]
+        ids = self.token_ids(texts, separated=separated)
         chunks = {key: c for key in ids if (c := self._chunks.get((context, key))) is not None}
         unknown = [key for key in dict.fromkeys(ids) if key not in chunks]
         chunks |= {key: Chunk(key, kv, context) for key, kv in self._look_up(unknown, context).items()}
         missing = [key for key in unknown if key not in chunks]
-        for key, kv in zip(missing, self._collect(missing, context, use_tqdm), strict=True):
+        for key, kv in zip(missing, self.collect(missing, use_tqdm, context=context), strict=True):
             chunks[key] = Chunk(key, kv, context)
             if self.store is not None:
-                self.store.put(self._key(key, context), kv)
+                self.store.put(self.key(key, context), kv)
         for key, chunk in chunks.items():
             self._chunks[context, key] = chunk
         return [chunks[key] for key in ids]
+
+    def collect(
+        self,
+        chunks: Sequence[TokenIds],
+        use_tqdm: bool = False,
+        *,
+        context: TokenIds | None = None,
+    ) -> list[StoredKV]:
+        """Computes the KV of chunks, and keeps it nowhere.
+
+        Args:
+            context: all token ids that they are computed behind; None: the blender's head.
+        """
+        context = self.frame.head if context is None else context
+        plans = [CollectPlan(start=len(context)) for _ in chunks]
+        prompts = [list(context + ids) for ids in chunks]
+        self._run(prompts, self._collect_params(), plans, use_tqdm)
+        return [StoredKV(tuple(plan.kv)) for plan in plans]
 
     def forget(self, chunk: Chunk) -> None:
         """Drops a chunk's KV from this object; the KV is freed with its last reference.
@@ -175,7 +217,8 @@ class Blender:
         if self._head is not None and self._head.token_ids == tuple(token_ids):
             spans.append(self._head)
         for chunk in chunks:
-            spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
+            if chunk.kv is not None:
+                spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
             token_ids += chunk.token_ids
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
@@ -221,28 +264,19 @@ class Blender:
             return self.frame.head
         return head_ids(self.tokenizer, self._around, head, self.separator)
 
-    def _key(self, token_ids: TokenIds, context: TokenIds) -> ChunkKey:
-        return self._model_key.chunk(token_ids, context, self._salt)
-
     def _look_up(self, chunks: list[TokenIds], context: TokenIds) -> dict[TokenIds, StoredKV]:
         """What the store has of these chunks."""
         if self.store is None:
             return {}
-        found = self.store.get_many([self._key(ids, context) for ids in chunks])
+        found = self.store.get_many([self.key(ids, context) for ids in chunks])
         return {ids: kv for ids, kv in zip(chunks, found, strict=True) if kv is not None}
 
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""
         if not self.frame.head:
             return None
-        (kv,) = self._collect([self.frame.head], (), use_tqdm=False)
+        (kv,) = self.collect([self.frame.head], context=())
         return ChunkSpan(0, kv, self.frame.head)
-
-    def _collect(self, chunks: list[TokenIds], context: TokenIds, use_tqdm: bool) -> list[StoredKV]:
-        plans = [CollectPlan(start=len(context)) for _ in chunks]
-        prompts = [list(context + ids) for ids in chunks]
-        self._run(prompts, self._collect_params(), plans, use_tqdm)
-        return [StoredKV(tuple(plan.kv)) for plan in plans]
 
     @staticmethod
     def _collect_params() -> SamplingParams:

@@ -16,6 +16,8 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
     model's process can tell each other what they must know (``server/mail.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
+``OutputProcessor.request_states``   read, to abort what is left of a step that failed (``abort_all``).
+    Goes when ``LLM.generate`` aborts its requests where it raises.
 
 What only engines on CUDA need is in ``compat_cuda.py``.
 """
@@ -243,6 +245,13 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, model: BlendModel |
     else:
         # approximate KV must not be found by an exact request through the prefix cache
         request.cache_salt = f"{request.cache_salt or ''}blend-{uuid.uuid4().hex}"
+
+
+def abort_all(llm: Any) -> None:
+    """Clears an in-process engine after a step that failed, so that it can be used again."""
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    llm.reset_prefix_cache()  # blocks are hashed before they are filled
 
 
 def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,8 @@ class StoredKV:
 
     Attributes:
         layers: K (before RoPE) and V of each layer, ``[num_tokens, num_kv_heads, head_size]``. Where
-            they are still being loaded (``store/late.py``), ``layers[i]`` waits for layer ``i``.
+            they are still being loaded (``store/late.py``), ``layers[i]`` waits for layer ``i``; where
+            they are kept in fp8 (``store/fp8.py``), it is widened.
     """
 
     layers: Sequence[LayerKV]
@@ -64,7 +65,7 @@ class StoredKV:
     @property
     def described(self) -> Sequence[LayerKV]:
         """The layers' tensors for their shapes, types and devices; what they hold may come later."""
-        return self.layers
+        return getattr(self.layers, "described", self.layers)
 
     @property
     def num_tokens(self) -> int:

@@ -67,6 +67,23 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> Frame:
     return common_frame(encode)
 
 
+def between_turns(tokenizer: Any) -> TokenIds:
+    """What the chat template puts between an answer and the next question.
+
+    Args:
+        tokenizer: one with a chat template.
+    """
+    answer, question = "<answer 0>", "<question 1>"
+    roles = ("user", "assistant", "user")
+    messages = [
+        {"role": role, "content": content}
+        for role, content in zip(roles, ("<question 0>", answer, question), strict=True)
+    ]
+    rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = rendered.split(answer, 1)[1].split(question, 1)[0]
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
 def text_ids(tokenizer: Any, text: str | Sequence[int], name: str) -> TokenIds:
     """Token ids of a piece of a prompt, without special tokens; ids pass through.
 

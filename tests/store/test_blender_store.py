@@ -57,8 +57,8 @@ def answer(blender: Blender) -> list[int]:
 def count_runs(blender: Blender) -> list[int]:
     """Grows by the number of chunks, each time some are computed."""
     runs: list[int] = []
-    collect = blender._collect
-    blender._collect = lambda chunks, *rest: runs.append(len(chunks)) or collect(chunks, *rest)  # type: ignore
+    collect = blender.collect
+    blender.collect = lambda chunks, *a, **kw: runs.append(len(chunks)) or collect(chunks, *a, **kw)  # type: ignore
     return runs
 
 
@@ -76,7 +76,7 @@ def test_a_chunk_is_computed_once_and_kept_in_the_store(smollm2_engine: Engine, 
         assert answer(blender) == expected  # from host memory
         for text in TEXTS:
             chunk = blender.chunk(text)
-            store.discard(blender._key(chunk.token_ids, chunk.context))
+            store.discard(blender.key(chunk.token_ids, chunk.context))
         del chunk
         assert answer(blender) == expected  # from disk
         assert sum(runs) == 2

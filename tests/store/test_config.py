@@ -20,11 +20,12 @@ def test_values_make_a_store(tmp_path: Path) -> None:
         "write_behind_gb": 0.5,
         "load_threads": 2,
         "timeout_s": 9,
+        "storage": "fp8",
     }
     key = make_key()
     with open_store(values) as store:
         store.put(key, make_kv(key))
-        assert store.timeout_s == 9
+        assert store.timeout_s == 9 and store.storage == "fp8"
         assert [lane.name for lane in store.lanes] == ["disk"]
     with open_store({"host_gb": 0, "disk": {"folder": tmp_path, "budget_gb": 1}}) as store:
         assert same(store.get(key), make_kv(key))
@@ -43,6 +44,7 @@ def test_values_make_a_store(tmp_path: Path) -> None:
         ({"host_gb": 1, "disk": {"folder": "x"}}, "disk has no 'budget_gb'"),
         ({"host_gb": 1, "redis": {"budget_gb": 1}}, "redis has no 'url'"),
         ({"host_gb": 1, "s3": {"bucket": "b", "budget_gb": 1, "x": 2}}, "unknown key 'x' of s3"),
+        ({"host_gb": 1, "storage": "fp4"}, "storage is 'fp4'; allowed: auto, fp8"),
         ({"host_gb": 1, "write_behind_gb": "1"}, "write_behind_gb of store is '1'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.store.controller import ComputeTime, Controller, Located, Offer, recommend
-from vllm_blend.store.estimate import LoadTime
+from vllm_blend.store.estimate import LoadTime, SharedClock
 
 LAYERS = 32
 COMPUTE = ComputeTime(fixed=2e-3, token=1e-6, row=1.9e-5, pair=5e-10)  # about Mistral-7B on an H100
@@ -191,3 +192,41 @@ def test_the_cheapest_storage_that_is_fast_enough() -> None:
         recommend([], controller, **work)
     with pytest.raises(ValueError, match="floor is 2; allowed: 0 to 1"):
         Controller(COMPUTE, {}, LAYERS, floor=2)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), min_size=1, max_size=40))
+def test_loads_that_share_a_tier_are_charged_its_time(steps: list[tuple[bool, int]]) -> None:
+    """However loads overlap, their times add up to the time in which any was under way."""
+    at = busy = 0
+    clock = SharedClock(lambda: at)
+    running: list[tuple[Any, float]] = []
+    charged = 0.0
+    for begins, wait in [*steps, *[(False, 1)] * len(steps)]:
+        if begins:
+            load = clock.running()
+            running.append((load, load.__enter__()))
+        elif running:
+            load, started = running.pop(0)
+            charged += clock.seconds(started)
+            load.__exit__(None, None, None)
+        at += wait
+        busy += wait if running else 0
+    assert charged == pytest.approx(busy)
+
+
+def test_recomputation_leaves_some_of_the_load_s_time() -> None:
+    loads = {"disk": LoadTime(0, 1e10)}
+    chunks = [Located(8000, 8000 * BYTES, "disk")]
+    whole = Controller(COMPUTE, loads, LAYERS).decide(chunks, 50)
+    most = Controller(COMPUTE, loads, LAYERS, hide=0.8).decide(chunks, 50)
+    assert whole.compute_s == pytest.approx(whole.load_s)
+    assert most.compute_s == pytest.approx(0.8 * most.load_s)
+    with pytest.raises(ValueError, match="hide is -1; allowed: 0 to 1"):
+        Controller(COMPUTE, loads, LAYERS, hide=-1)
+
+
+def test_full_prefill_may_have_times_of_its_own() -> None:
+    chunks = [Located(8000, 8000 * BYTES, "disk")]
+    loads = {"disk": LoadTime(0, 1e10)}
+    quick = Controller(COMPUTE, loads, LAYERS, full=ComputeTime(1e-3, 0, 0, 0)).decide(chunks, 50)
+    assert not any(quick.load) and quick.ttft_s == 1e-3

@@ -27,6 +27,7 @@ IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)
         dict(weights="v"),
         dict(rope='{"rope_theta": 5}'),
         dict(kv_dtype="fp8"),
+        dict(storage="fp8"),
         dict(quantization="awq"),
         dict(tp_size=2),
         dict(tp_size=2, tp_rank=1),

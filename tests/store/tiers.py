@@ -15,6 +15,7 @@ class FakeTier:
         self.name = name
         self.quick = quick
         self.stats = Stats()
+        self.budget_bytes = 1 << 40
         self.pins: Collection[bytes] = frozenset()
         self.records: dict[bytes, bytearray] = {}
         self.opened = 0

@@ -47,7 +47,7 @@ class Tiers:
         """
         from vllm_blend.store import model_key, open_store
 
-        key = model_key(vllm_config, shape)
+        key = model_key(vllm_config, shape, storage=values.get("storage", "auto"))
         return cls(open_store(values), key)
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:

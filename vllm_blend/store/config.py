@@ -38,7 +38,7 @@ TIERS: dict[str, tuple[Callable[..., Tier], str, frozenset[str]]] = {
 }
 """Fastest first: what makes the tier, what it must be told, and what it may be told."""
 
-OPTIONS = frozenset({"load_threads", "timeout_s"})
+OPTIONS = frozenset({"load_threads", "timeout_s", "storage"})
 
 
 def open_store(values: Mapping[str, Any]) -> ChunkStore:
@@ -47,7 +47,8 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
     Args:
         values: ``host_gb`` (10**9 bytes of host memory, required); ``disk``, ``redis``, ``s3``, each a
             mapping with ``budget_gb``, its place (``folder``, ``url`` or ``bucket``) and the tier's
-            other arguments; ``write_behind_gb``, ``load_threads``, ``timeout_s``.
+            other arguments; ``write_behind_gb``, ``load_threads``, ``timeout_s``,
+            ``storage``.
 
     Raises:
         ValueError: names what is unknown, missing or out of range.

@@ -121,6 +121,9 @@ class Controller:
         loads: by tier; the store's lanes have them (``lane.load_time``).
         num_layers: of the model; the first layer's load is not hidden.
         floor: no ratio below it.
+        full: of prefills that reuse nothing, where they run otherwise than blended ones at ratio 1.
+        hide: the share of a load's time that recomputation may fill; the rest is for what the
+            estimates do not know.
         overlap: whether layers are loaded while earlier ones are computed (``get(layerwise=True)``).
     """
 
@@ -132,10 +135,15 @@ class Controller:
         *,
         floor: float = FLOOR,
         overlap: bool = True,
+        full: ComputeTime | None = None,
+        hide: float = 1.0,
     ) -> None:
-        if not 0 <= floor <= 1:
-            raise ValueError(f"floor is {floor}; allowed: 0 to 1")
+        for name, value in (("floor", floor), ("hide", hide)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; allowed: 0 to 1")
         self.compute = compute
+        self.full = full or compute
+        self.hide = hide
         self.loads = loads
         self.num_layers = num_layers
         self.floor = floor
@@ -221,12 +229,12 @@ class Controller:
         load_s = self._load_s(chunks, loaded)
         flags = tuple(i in loaded for i in range(len(chunks)))
         if not reused:
-            compute_s = self.compute.seconds(total, total)
+            compute_s = self.full.seconds(total, total)
             reason = f"full prefill takes {_ms(compute_s)}; no load is faster"
             return Decision(1.0, flags, compute_s, 0.0, compute_s, reason)
         ratio = self.floor
         if self.overlap:
-            rows = self.compute.rows_in(load_s, total) - (total - reused)
+            rows = self.compute.rows_in(self.hide * load_s, total) - (total - reused)
             ratio = min(max(rows / reused, self.floor), 1.0)
         compute_s = self.compute.seconds(total, total - reused + ratio * reused)
         return Decision(ratio, flags, self.ttft(load_s, compute_s), load_s, compute_s, "")

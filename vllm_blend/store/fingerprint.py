@@ -75,13 +75,16 @@ def _sample_offsets(path: Path, size: int, hasher: Any) -> Iterator[int]:
             yield (start + end) // 2
 
 
-def model_key(vllm_config: VllmConfig, shape: KVShape, tp_rank: int = 0) -> ModelKey:
+def model_key(
+    vllm_config: VllmConfig, shape: KVShape, tp_rank: int = 0, storage: str = "auto"
+) -> ModelKey:
     """The key of an engine's model.
 
     Args:
         vllm_config: the engine's.
         shape: of the KV of one rank.
         tp_rank: which one.
+        storage: how the store keeps K and V.
 
     Raises:
         FileNotFoundError: if the weights are not on this machine.
@@ -102,6 +105,7 @@ def model_key(vllm_config: VllmConfig, shape: KVShape, tp_rank: int = 0) -> Mode
         quantization=str(model.quantization or ""),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         tp_rank=tp_rank,
+        storage=storage,
     )
 
 

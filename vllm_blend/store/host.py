@@ -81,7 +81,7 @@ class HostTier:
             kv = entry.kv() if entry.kv is not None else None
             if kv is None:
                 memory = self._arena.tensor(entry.extent, entry.num_bytes)
-                kv = StoredKV(layers_in(memory, key.model.shape, key.num_tokens))
+                kv = StoredKV(_layers(memory, key))
                 entry.kv = weakref.ref(kv)
             return kv
 
@@ -102,7 +102,7 @@ class HostTier:
         if extent is None:
             self.stats.add("overflows")
             memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return Slot(key, memory, layers_in(memory, key.model.shape, key.num_tokens), extent)
+        return Slot(key, memory, _layers(memory, key), extent)
 
     def publish(self, slot: Slot) -> None:
         """From now on the chunk is found; its memory must be filled and verified."""
@@ -165,3 +165,7 @@ class HostTier:
                 return digest
             kept.add(digest)
         return None
+
+
+def _layers(memory: torch.Tensor, key: ChunkKey) -> Sequence[LayerKV]:
+    return layers_in(memory, key.model.shape, key.num_tokens, key.model.storage)

@@ -19,6 +19,9 @@ from vllm_blend.core import KVShape
 FORMAT_VERSION = 1
 """Of records and digests; a new one makes every older record a miss."""
 
+STORAGES = ("auto", "fp8")
+"""How a store may keep K and V."""
+
 DIGEST_BYTES = 16
 """128 bits: among a billion chunks the chance of one collision is below 1e-20."""
 
@@ -31,10 +34,11 @@ class ModelKey:
         weights: fingerprint of the weights and the model's configuration (``fingerprint.py``).
         rope: the RoPE settings, as canonical JSON.
         shape: layers, KV heads (of this rank), head size and the type K and V are computed in.
-        kv_dtype: the type K and V are stored in, and vLLM's name for its cache's.
+        kv_dtype: the type K and V are computed in, and vLLM's name for its cache's.
         quantization: vLLM's name for how the weights are quantized, or "".
         tp_size: tensor-parallel ranks.
         tp_rank: which of them, from 0.
+        storage: ``"auto"``: K and V are kept as they are computed; ``"fp8"``: in eight bits.
 
     Raises:
         ValueError: names what is out of range.
@@ -47,6 +51,7 @@ class ModelKey:
     quantization: str = ""
     tp_size: int = 1
     tp_rank: int = 0
+    storage: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -56,10 +61,14 @@ class ModelKey:
                 f"tp_rank is {self.tp_rank}; allowed: 0 to tp_size - 1 = {self.tp_size - 1}"
             )
 
+        check_storage(self.storage)
+
     @cached_property
     def digest(self) -> bytes:
         """16 bytes."""
         values = asdict(self) | {"format": FORMAT_VERSION}
+        if self.storage == "auto":
+            del values["storage"]  # so that these keys are those from before there was a choice
         text = json.dumps(values, sort_keys=True, default=str)
         return blake3(text.encode()).digest(DIGEST_BYTES)
 
@@ -111,6 +120,12 @@ class ChunkKey:
 
     def __str__(self) -> str:
         return f"{self.digest.hex()[:12]} ({self.num_tokens} tokens)"
+
+
+def check_storage(storage: str) -> None:
+    """Raises ValueError unless it is one of ``STORAGES``."""
+    if storage not in STORAGES:
+        raise ValueError(f"storage is {storage!r}; allowed: {', '.join(STORAGES)}")
 
 
 def ids_bytes(token_ids: Sequence[int]) -> bytes:

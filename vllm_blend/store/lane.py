@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
-from vllm_blend.store.estimate import LoadTime
+from vllm_blend.store.estimate import LoadTime, SharedClock
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Reason, Record, Rejected
 from vllm_blend.store.tier import Breaker, Source, Stats, Tier, TierError
@@ -82,6 +81,7 @@ class Lane:
         self.tier = tier
         self.name = tier.name
         self.load_time = LoadTime()
+        self.clock = SharedClock()
         self.writer = Writer(tier.name, write_behind_bytes)
         self._stats = stats
         self._reads = Breaker()
@@ -130,9 +130,9 @@ class Lane:
         self._failed("read", error)
         return Reason.UNAVAILABLE
 
-    def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Counts a load that went well."""
-        self.load_time.observe(num_bytes, seconds)
+    def loaded(self, num_bytes: int, started: float) -> None:
+        """Counts a load that went well, and that ``clock`` saw start."""
+        self.load_time.observe(num_bytes, self.clock.seconds(started))
         self._stats.add(f"bytes_read.{self.name}", num_bytes)
 
     def submit(self, record: Record) -> None:
@@ -164,9 +164,3 @@ class Lane:
                 logger.warning("vllm_blend store: %s: %s failed: %s", self.name, what, str(error))
             breaker.failed()
         self._stats.add(f"failures.{self.name}.{what}.{error.kind}")
-
-
-def timed() -> Callable[[], float]:
-    """A stopwatch: seconds since this call."""
-    start = time.perf_counter()
-    return lambda: time.perf_counter() - start

@@ -48,6 +48,11 @@ class LateLayers(Sequence[LayerKV]):
         return self.tensors[index]
 
     @property
+    def described(self) -> Sequence[LayerKV]:
+        """For shapes, types and devices; what it holds may come later."""
+        return StoredKV(self.tensors).described
+
+    @property
     def arrived(self) -> int:
         """Layers that are there."""
         return self._arrived
@@ -87,10 +92,6 @@ class LateKV(StoredKV):
     """Stored KV whose ``layers[i]`` waits for layer ``i``."""
 
     layers: LateLayers
-
-    @property
-    def described(self) -> Sequence[LayerKV]:
-        return self.layers.tensors
 
     def wait(self) -> None:
         """Waits for every layer; raises ChunkLost."""

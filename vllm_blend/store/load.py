@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vllm_blend.core import StoredKV
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.lane import Lane, timed
+from vllm_blend.store.lane import Lane
 from vllm_blend.store.late import ChunkLost, LateKV, LateLayers
 from vllm_blend.store.record import Layout, Reason, Rejected, checksum
 from vllm_blend.store.tier import Source, TierError
@@ -129,32 +129,33 @@ class Loads:
         slot: Slot | None = None
         missing: list[Lane] = []
         for lane in self._lanes:
-            source = lane.open(key)
-            if isinstance(source, Reason):
-                if source is not Reason.ABSENT:
-                    load.reason = source
-                else:
+            with lane.clock.running() as started:
+                source = lane.open(key)
+                if isinstance(source, Reason):
+                    if source is not Reason.ABSENT:
+                        load.reason = source
+                    else:
+                        missing.append(lane)
+                    continue
+                try:
+                    checksums = self._read_preamble(source, layout)
+                    if slot is None:
+                        slot = self._host.reserve(key)
+                        late = LateKV(LateLayers(slot.layers, str(key), self._timeout_s))
+                        load.opened.set_result(late)
+                    load.lane = lane
+                    self._read_layers(load, slot, source, layout, checksums, started)
+                except Rejected as rejected:
+                    load.reason = lane.reject(key, rejected)
                     missing.append(lane)
-                continue
-            elapsed = timed()
-            try:
-                checksums = self._read_preamble(source, layout)
-                if slot is None:
-                    slot = self._host.reserve(key)
-                    load.opened.set_result(LateKV(LateLayers(slot.layers, str(key), self._timeout_s)))
-                load.lane = lane
-                self._read_layers(load, slot, source, layout, checksums, elapsed)
-            except Rejected as rejected:
-                load.reason = lane.reject(key, rejected)
-                missing.append(lane)
-            except TierError as error:
-                load.reason = lane.fail(error)
-            else:
-                if missing:
-                    self._promote(key, StoredKV(slot.layers), missing)
-                return
-            finally:
-                source.close()
+                except TierError as error:
+                    load.reason = lane.fail(error)
+                else:
+                    if missing:
+                        self._promote(key, StoredKV(slot.layers), missing)
+                    return
+                finally:
+                    source.close()
         if slot is not None:
             self._host.abandon(slot)
 
@@ -171,7 +172,7 @@ class Loads:
         source: Source,
         layout: Layout,
         checksums: list[bytes],
-        elapsed: Callable[[], float],
+        started: float,
     ) -> None:
         """Reads and verifies the layers that have not arrived yet."""
         late = load.opened.result()
@@ -188,6 +189,6 @@ class Loads:
             if checksum(load.key, layer, into) != checksums[layer]:
                 raise Rejected(Reason.CORRUPT, f"layer {layer}")
             if layer + 1 == layout.num_layers:
-                load.lane.loaded((layer + 1 - first) * layout.layer_bytes, elapsed())
+                load.lane.loaded((layer + 1 - first) * layout.layer_bytes, started)
                 self._host.publish(slot)  # first, so that it is never found nowhere
             late.layers.arrive()

@@ -4,7 +4,8 @@
     header       JSON, padded with spaces until layer 0 starts at a multiple of 4,096
     token_ids    I32 [num_tokens]
     checksums    U8 [num_layers, 16], blake3 of key digest, layer number and the layer's bytes
-    layers       for each layer K (before RoPE), then V: [num_tokens, num_kv_heads, head_size]
+    layers       for each layer K (before RoPE), then V: [num_tokens, num_kv_heads, head_size];
+                 of KV in fp8 the scales of both stand before them: F32 [num_tokens, num_kv_heads, 1]
 
 The header is a function of the key alone, so a reader knows every offset before it reads, and compares
 instead of parsing. A bit flipped anywhere is seen: in the header and the token ids by comparison, in
@@ -19,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from math import prod
 
 import torch
 from blake3 import blake3
 
 from vllm_blend.core import KVShape, LayerKV, StoredKV
+from vllm_blend.store.fp8 import Fp8Layers, narrow, scale_bytes
 from vllm_blend.store.keys import FORMAT_VERSION, ChunkKey
 
 assert sys.byteorder == "little", "records are little-endian, and are not converted"
@@ -32,6 +35,7 @@ FORMAT = "vllm_blend chunk KV"
 PAGE = 4096
 CHECKSUM_BYTES = 16
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FP8_NAME = "F8_E4M3"
 
 
 class Reason(StrEnum):
@@ -74,7 +78,7 @@ class Layout:
     def of(cls, key: ChunkKey) -> Layout:
         """Raises ValueError if the KV's dtype cannot be stored."""
         shape = key.model.shape
-        before, after, preamble, layer = _template(shape, key.num_tokens)
+        before, after, preamble, layer = _template(shape, key.num_tokens, key.model.storage)
         return cls(key, before + key.digest.hex().encode() + after, preamble, layer)
 
     @property
@@ -149,10 +153,10 @@ class Record:
         kv.check(key.model.shape, key.num_tokens, name="kv")
         checksums: list[bytes] = []
         parts: list[memoryview] = []
-        for index, (k, v) in enumerate(kv.layers):
-            both = raw(k), raw(v)
-            checksums.append(checksum(key, index, *both))
-            parts += both
+        for index in range(layout.num_layers):
+            layer = [raw(tensor) for tensor in _kept(key, kv, index)]
+            checksums.append(checksum(key, index, *layer))
+            parts += layer
         return cls(key, kv, (memoryview(layout.preamble(checksums)), *parts))
 
 
@@ -162,40 +166,57 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def layers_in(memory: torch.Tensor, shape: KVShape, num_tokens: int) -> tuple[LayerKV, ...]:
-    """K and V of each layer as views of ``memory``, uint8 ``[payload_bytes]``."""
+def _kept(key: ChunkKey, kv: StoredKV, index: int) -> Sequence[torch.Tensor]:
+    """A layer's tensors in the order and the types that a record has them in."""
+    if isinstance(kv.layers, Fp8Layers):
+        return kv.layers.parts(index)
+    return narrow(*kv.layers[index]) if key.model.storage == "fp8" else kv.layers[index]
+
+
+def layers_in(
+    memory: torch.Tensor, shape: KVShape, num_tokens: int, storage: str = "auto"
+) -> Sequence[LayerKV]:
+    """K and V of each layer over ``memory``, uint8 ``[payload_bytes]``: views, or widened from fp8."""
+    if storage == "fp8":
+        return Fp8Layers(memory, shape, num_tokens)
     both = memory.view(shape.dtype).view(shape.num_layers, 2, *shape.of(num_tokens))
     pairs = (pair.unbind(0) for pair in both.unbind(0))  # half the time of indexing
     return tuple((k, v) for k, v in pairs)
 
 
 @lru_cache(maxsize=4096)
-def _template(shape: KVShape, num_tokens: int) -> tuple[bytes, bytes, int, int]:
+def _template(shape: KVShape, num_tokens: int, storage: str) -> tuple[bytes, bytes, int, int]:
     """Header before and after the digest, and the sizes of preamble and layer."""
     if shape.dtype not in DTYPES:
         raise ValueError(f"cannot store KV of {shape.dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    part = num_tokens * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
+    size = list(shape.of(num_tokens))
+    layer: list[tuple[str, str, list[int], int]] = []
+    if storage == "fp8":
+        layer += [(f"{kind}_scale", "F32", [*size[:2], 1], scale_bytes(size)) for kind in "kv"]
+        layer += [(kind, FP8_NAME, size, prod(size)) for kind in "kv"]
+    else:
+        num_bytes = prod(size) * shape.dtype.itemsize
+        layer += [(kind, DTYPES[shape.dtype], size, num_bytes) for kind in "kv"]
     mark = "#" * 32
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "key": mark}
     tensors: dict[str, tuple[str, list[int], int]] = {
         "token_ids": ("I32", [num_tokens], 4 * num_tokens),
         "checksums": ("U8", [shape.num_layers, CHECKSUM_BYTES], shape.num_layers * CHECKSUM_BYTES),
     }
-    for layer in range(shape.num_layers):
-        for kind in "kv":
-            size = list(shape.of(num_tokens))
-            tensors[f"layers.{layer}.{kind}"] = DTYPES[shape.dtype], size, part
+    for index in range(shape.num_layers):
+        for kind, dtype, dims, num_bytes in layer:
+            tensors[f"layers.{index}.{kind}"] = dtype, dims, num_bytes
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, (dtype, size, num_bytes) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": size, "data_offsets": [end, end + num_bytes]}
+    for name, (dtype, dims, num_bytes) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": dims, "data_offsets": [end, end + num_bytes]}
         end += num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     small = 4 * num_tokens + shape.num_layers * CHECKSUM_BYTES
     preamble = -(-(8 + len(text) + small) // PAGE) * PAGE
     text = text.ljust(preamble - small - 8)
     before, after = text.split(mark.encode())
-    return len(text).to_bytes(8, "little") + before, after, preamble, 2 * part
+    return len(text).to_bytes(8, "little") + before, after, preamble, sum(part[-1] for part in layer)
 
 
 def _explain(data: bytes, layout: Layout) -> Rejected:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from vllm_blend.core import StoredKV
+from vllm_blend.store.fp8 import Fp8Layers
 from vllm_blend.store.host import HostTier, Slot
-from vllm_blend.store.keys import ChunkKey
+from vllm_blend.store.keys import ChunkKey, check_storage
 from vllm_blend.store.lane import Lane, Writer
 from vllm_blend.store.late import LateKV
 from vllm_blend.store.load import Load, Loads
@@ -39,9 +40,15 @@ class ChunkStore:
         tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
         host_bytes: of host memory, taken at once.
         pinned: page-locked host memory; None: where there is a GPU.
-        load_threads: loads that run at once.
+        load_threads: loads that run at once; with fewer than a request has chunks, its last chunks'
+            first layer comes late.
         write_behind_bytes: KV that may wait to be written, for each tier; what is beyond is dropped.
         timeout_s: how long a request waits for a chunk, and a layer for its data.
+        storage: how this store's users are to keep KV: ``"auto"``, as it is computed, or ``"fp8"``. It
+            goes into their ``ModelKey``, so that neither finds what the other has kept.
+
+    Raises:
+        ValueError: if ``storage`` is neither.
     """
 
     def __init__(
@@ -50,11 +57,14 @@ class ChunkStore:
         *,
         host_bytes: int,
         pinned: bool | None = None,
-        load_threads: int = 4,
+        load_threads: int = 16,
         write_behind_bytes: int = 1 << 30,
         timeout_s: float = 30.0,
+        storage: str = "auto",
     ) -> None:
+        check_storage(storage)
         self.timeout_s = timeout_s
+        self.storage = storage
         self._stats = Stats()
         self._pins: Counter[bytes] = Counter()
         self._lock = threading.Lock()
@@ -75,6 +85,11 @@ class ChunkStore:
     def lanes(self) -> Sequence[Lane]:
         """The slower tiers, fastest first, each with the speed of its loads."""
         return self._lanes
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of the largest tier: chunks beyond that push each other out."""
+        return max(level.budget_bytes for level in self._levels)
 
     def get(self, key: ChunkKey, *, layerwise: bool = False) -> StoredKV | None:
         """A chunk's KV, or None: a miss, counted with its reason.
@@ -112,9 +127,17 @@ class ChunkStore:
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk would probably be found; may ask a tier over the network."""
+        return self.locate(key) is not None
+
+    def locate(self, key: ChunkKey) -> str | None:
+        """The name of the fastest tier that says it has a chunk, ``"host"`` for memory, or None.
+
+        May ask a tier over the network. A tier that is paused has nothing.
+        """
         with self._lock:
-            pending = key.digest in self._pending
-        return pending or self._host.contains(key) or any(lane.contains(key) for lane in self._lanes)
+            if key.digest in self._pending or self._host.contains(key):
+                return self._host.name
+        return next((lane.name for lane in self._lanes if lane.contains(key)), None)
 
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
         """Keeps a chunk's KV. Never waits: it is copied and written from behind.
@@ -283,9 +306,12 @@ def _copy(kv: StoredKV, slot: Slot, ready: Any) -> None:
         stream = torch.cuda.Stream(kv.described[0][0].device)  # beside the compute
         stream.wait_event(ready)
     with torch.cuda.stream(stream):  # None: as it is
-        for target, source in zip(slot.layers, kv.layers, strict=True):
-            target[0].copy_(source[0])
-            target[1].copy_(source[1])
+        for index, (k, v) in enumerate(kv.layers):
+            if isinstance(slot.layers, Fp8Layers):
+                slot.layers.write(index, k, v)
+            else:
+                slot.layers[index][0].copy_(k)
+                slot.layers[index][1].copy_(v)
 
 
 def _close_all(writers: list[Writer]) -> None:

@@ -42,10 +42,12 @@ class Level(Protocol):
         name: for counters and messages.
         stats: what the tier counts itself: evictions, and data it removed.
         pins: digests of chunks that must not be evicted; the store's.
+        budget_bytes: of all that the tier may hold.
     """
 
     name: str
     stats: Stats
+    budget_bytes: int
     pins: Collection[bytes]
 
     def usage(self) -> dict[str, int]:

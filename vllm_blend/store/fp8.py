@@ -1,0 +1,86 @@
+"""KV kept in eight bits: float8_e4m3fn with a scale for each token and head, widened where it is read.
+
+A layer's bytes: K's scales, V's scales (float32 ``[num_tokens, num_kv_heads, 1]``), K and V in fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from vllm_blend.core import KVShape, LayerKV
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+SMALLEST_SCALE = 1e-30
+"""Zeros have some scale, too."""
+
+
+def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales ``[num_tokens, num_kv_heads, 1]``, and the fp8 of K or V, ``[num_tokens, ...]``."""
+    wide = tensor.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
+    return scale, (wide / scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
+
+
+def widen(scale: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """K or V in the type that the model computes in."""
+    return values.float().mul_(scale).to(dtype)
+
+
+class Fp8Layers(Sequence[LayerKV]):
+    """A chunk's layers over a block of memory; ``layers[i]`` is widened at every call.
+
+    Args:
+        memory: all layers, uint8 ``[num_layers * layer_bytes]``.
+    """
+
+    def __init__(self, memory: torch.Tensor, shape: KVShape, num_tokens: int) -> None:
+        self._memory = memory.view(shape.num_layers, -1)
+        self._shape = shape
+        self._size = shape.of(num_tokens)
+
+    def __len__(self) -> int:
+        return self._shape.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> LayerKV: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerKV]: ...
+    def __getitem__(self, index: int | slice) -> LayerKV | Sequence[LayerKV]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(len(self))[index])
+        k_scale, v_scale, k, v = self.parts(index)
+        dtype = self._shape.dtype
+        return widen(k_scale, k, dtype), widen(v_scale, v, dtype)
+
+    @property
+    def described(self) -> Sequence[LayerKV]:
+        """Shapes and type of what ``layers[i]`` gives, without memory."""
+        one = torch.empty(1, dtype=self._shape.dtype).expand(self._size)
+        return ((one, one),) * len(self)
+
+    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+        """A layer as it is kept: scales of K and of V, then K and V; views."""
+        row, scales = self._memory[index], scale_bytes(self._size)
+        small = row[: 2 * scales].view(torch.float32).view(2, *self._size[:2], 1)
+        large = row[2 * scales :].view(DTYPE).view(2, *self._size)
+        return small[0], small[1], large[0], large[1]
+
+    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keeps a layer; on a GPU it is narrowed there."""
+        for target, source in zip(self.parts(index), narrow(k, v), strict=True):
+            target.copy_(source)
+
+
+def narrow(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Scales of K and of V, then K and V."""
+    (k_scale, k_values), (v_scale, v_values) = quantize(k), quantize(v)
+    return k_scale, v_scale, k_values, v_values
+
+
+def scale_bytes(size: Sequence[int]) -> int:
+    """Of K's or V's scales."""
+    return 4 * size[0] * size[1]
