@@ -18,7 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "store"))
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "store"), str(TESTS)]
 
 COUNTS = {
     "kills": 1000,

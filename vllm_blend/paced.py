@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_blend")
 
-HIDE = 0.9
-"""Share of a load that recomputation may fill: on a CPU the two take a little from each other."""
+HIDE = 0.8
+"""Share of a load that recomputation may fill: the two disturb each other, and machines get busier."""
 
 
 @dataclass(frozen=True)
