@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_blend.eval.cli import methods_of, parser_of
 from vllm_blend.eval.compare import difference
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
 from vllm_blend.eval.methods import blend_settings, method_name, split_behind
@@ -91,6 +92,17 @@ def test_method_names_are_read_and_written() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             blend_settings(name)
+
+
+def test_one_option_computes_all_chunks_behind_something_else() -> None:
+    names = ["--methods", "full", "reuse", "hkvd@0.1:behind=bos", "--policies", "ahead"]
+    options = parser_of("").parse_args([*names, "--ratios", "0.2", "--behind", "nothing"])
+    assert methods_of(options) == [
+        "full",
+        "reuse:behind=nothing",
+        "hkvd@0.1:behind=bos",
+        "ahead@0.2:behind=nothing",
+    ]
 
 
 def test_bootstrap_interval_is_that_of_the_mean() -> None:

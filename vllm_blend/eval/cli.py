@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_blend.eval.data import Example, read_examples
+from vllm_blend.eval.methods import BEHIND, PLAIN, split_behind
 from vllm_blend.eval.synthetic import KINDS, synthetic
 from vllm_blend.eval.tasks import TASKS
 
@@ -37,6 +38,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument("--policies", nargs="+", default=[], help="run each at every --ratios")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.05, 0.08, 0.16, 0.3])
+    parser.add_argument(
+        "--behind", choices=BEHIND, help="compute the chunks of all that blend behind this (methods.py)"
+    )
     parser.add_argument("--chunk-tokens", type=int, default=512, help="cut longer passages (512)")
     parser.add_argument("--passage-tokens", type=int, help="cut off the rest of longer passages")
     parser.add_argument("--max-passages", type=int, help="of an example; gold ones first")
@@ -55,7 +59,10 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def methods_of(options: argparse.Namespace) -> list[str]:
     """The methods that were asked for."""
     grid = [f"{policy}@{ratio:g}" for policy in options.policies for ratio in options.ratios]
-    return [*options.methods, *grid]
+    names = [*options.methods, *grid]
+    if not options.behind:
+        return names
+    return [n if n in PLAIN or split_behind(n)[1] else f"{n}:behind={options.behind}" for n in names]
 
 
 def make_blender(model: Path | None, max_model_len: int, head: str = "") -> Blender:
