@@ -104,7 +104,7 @@ def rounding(engine: Engine, prompt: list[int], stock: torch.Tensor) -> float:
     before = scheduler.max_num_scheduled_tokens
     errors = []
     try:
-        for window in (12, 33, 48, 64, 100, 150):
+        for window in (33, 48, 64, 100, 150):
             scheduler.max_num_scheduled_tokens = window
             errors.append(relative_error(engine.run(prompt, max_tokens=1)[1][-1:], stock))
     finally:
@@ -171,7 +171,7 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
             _, logits = engine.run(prompt, max_tokens=1)
         errors.append(relative_error(logits, full))
     assert errors[0] > errors[1] > errors[2]
-    assert errors[0] > 3 * rounding  # so the identities above are not true of any KV
+    assert errors[0] > 5 * rounding  # so the identities above are not true of any KV
     assert errors[2] < 3 * rounding
     for layer, copy in zip(old_kvs, before, strict=True):
         for tensor, kept in zip(layer, copy, strict=True):
@@ -185,7 +185,7 @@ def test_layer_0_key_of_a_chunk_rotates_to_its_place(
     start = len(chunks[0]) + len(chunks[1])
     place = slice(start, start + len(chunks[2]))
     # before RoPE they are the same; the rotation itself is tests/ops/test_shift_scatter.py's
-    allowed = max(4 * torch.finfo(alone[0].dtype).eps, 3e-6)
+    allowed = 4 * torch.finfo(alone[0].dtype).eps
     assert relative_error(alone[0], whole[0][place]) < allowed
     assert relative_error(alone[1], whole[1][place]) < allowed
 
@@ -219,8 +219,9 @@ def test_graphs_replay_what_the_layers_compute(
     question: list[int],
     rounding: float,
     place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One graph serves steps of other rows, other KV in other places, and other numbers of requests."""
+    """Steps of other numbers of rows, the first again; KV that a GPU cannot read takes no graph."""
     graphs = engine.model.graphs
     backend = engine.model.layers[0].self_attn.attn.attn_backend.get_name()
     eager = engine.llm.llm_engine.vllm_config.model_config.enforce_eager
@@ -236,14 +237,14 @@ def test_graphs_replay_what_the_layers_compute(
             return engine.run(prompt, max_tokens=1)[1]
 
     ratios = (0.16, 0.3, 0.2, 0.16)
-    before = len(graphs)
+    runs: list[Any] = []
+    stock = graphs.run
+    monkeypatch.setattr(graphs, "run", lambda *args: runs.append(args) or stock(*args))
     replayed = [logits(old_kvs, ratio) for ratio in ratios]
-    assert (len(graphs) > 0) if place != "pageable" else (len(graphs) == before)
-    engine.model.graphs = None
-    try:
-        layer_by_layer = [logits(old_kvs, ratio) for ratio in ratios]
-    finally:
-        engine.model.graphs = graphs
+    assert len(runs) == (0 if place == "pageable" else len(ratios))
+    assert len(graphs) > 0 or place == "pageable"
+    monkeypatch.setattr(engine.model, "graphs", None)
+    layer_by_layer = [logits(old_kvs, ratio) for ratio in ratios]
     for one, other in zip(replayed, layer_by_layer, strict=True):
         assert relative_error(one, other) < 3 * rounding
 

@@ -285,7 +285,8 @@ class XFormersImpl(PagedFuse, AttentionImpl[XFormersMetadata]):
                 key.new_empty(self.max_keys, self.num_kv_heads, 2 * self.head_size)
             return output.fill_(0)
         if attn_metadata.fusion is not None:
-            self.fuse(layer, kv_cache, attn_metadata.fusion)
+            with attn_metadata.fusion.clock.stage("fuse"):
+                self.fuse(layer, kv_cache, attn_metadata.fusion)
         key_cache, value_cache = self.caches(kv_cache)
         for part in attn_metadata.parts(self.window, key_cache.shape[1]):
             if isinstance(part, PagedPart):
