@@ -32,7 +32,7 @@ def _s3(**options: Any) -> Tier:
 
 
 TIERS: dict[str, tuple[Callable[..., Tier], str, frozenset[str]]] = {
-    "disk": (_disk, "folder", frozenset({"fsync"})),
+    "disk": (_disk, "folder", frozenset({"fsync", "direct"})),
     "redis": (_redis, "url", frozenset({"prefix", "timeout_s"})),
     "s3": (_s3, "bucket", frozenset({"prefix", "timeout_s", "endpoint_url", "refresh_s"})),
 }

@@ -46,13 +46,20 @@ class DiskTier:
         budget_bytes: of all records in it, whoever wrote them.
         fsync: wait until a record is on the disk before it appears; without it a power failure may
             leave records that are found corrupt later.
+        direct: read past the page cache (``O_DIRECT``), where the file system can: the device fills the
+            store's memory itself, and host memory holds nothing twice.
 
     Raises:
         OSError: if the folder is not there and cannot be made.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], budget_bytes: int, *, fsync: bool = True
+        self,
+        folder: str | os.PathLike[str],
+        budget_bytes: int,
+        *,
+        fsync: bool = True,
+        direct: bool = True,
     ) -> None:
         self.name = "disk"
         self.quick = True
@@ -60,6 +67,7 @@ class DiskTier:
         self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self.folder = Path(folder) / f"v{FORMAT_VERSION}"
+        self.direct = direct
         self._fsync = fsync
         self._lock = threading.Lock()
         self._index = Index()
@@ -93,9 +101,8 @@ class DiskTier:
         if size != expected:
             os.close(file)
             raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)  # the device reads ahead of the checksums
         self._used(key.digest, size, file)
-        return FileSource(file)
+        return FileSource(file, self._open_direct(path))
 
     def write(self, record: Record) -> None:
         digest = record.key.digest
@@ -160,6 +167,15 @@ class DiskTier:
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
         return self.folder / name[:2] / (name + SUFFIX)
+
+    def _open_direct(self, path: Path) -> int | None:
+        """The file once more, for reads past the page cache; None where that cannot be."""
+        if not self.direct:
+            return None
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:  # the file system cannot, or the file was just removed
+            return None
 
     def _used(self, digest: bytes, size: int, file: int) -> None:
         with self._lock:
@@ -274,17 +290,32 @@ class DiskTier:
 
 
 class FileSource:
-    """An open record; it stays readable after its file is removed."""
+    """An open record; it stays readable after its file is removed.
 
-    def __init__(self, file: int) -> None:
+    Args:
+        file: read through the page cache.
+        direct: the same file, read past it: whole pages, to where a page of memory begins. The store
+            reads layers to such places; what is left over at either end goes through the page cache.
+    """
+
+    def __init__(self, file: int, direct: int | None = None) -> None:
         self._file = file
+        self._direct = direct
+        # the device reads ahead of the checksums; or, with `direct`, nothing that is not asked for
+        advice = os.POSIX_FADV_WILLNEED if direct is None else os.POSIX_FADV_RANDOM
+        os.posix_fadvise(file, 0, 0, advice)
 
     def read(self, offset: int, into: memoryview) -> int:
         done = 0
+        address = np.frombuffer(into, dtype=np.uint8).ctypes.data if self._direct is not None else 0
         while done < into.nbytes:
+            file, end = self._part(offset + done, address + done, into.nbytes - done)
             try:
-                count = os.preadv(self._file, [into[done:]], offset + done)
+                count = os.preadv(file, [into[done : done + end]], offset + done)
             except OSError as error:
+                if file == self._direct and error.errno == errno.EINVAL:
+                    self._close_direct()  # the device's blocks are larger than pages
+                    continue
                 raise _tier_error(error, pause=False) from error
             if count == 0:
                 break
@@ -293,6 +324,21 @@ class FileSource:
 
     def close(self) -> None:
         os.close(self._file)
+        self._close_direct()
+
+    def _part(self, offset: int, address: int, num_bytes: int) -> tuple[int, int]:
+        """The file to read from, and how many bytes."""
+        before, whole = -offset % PAGE, num_bytes // PAGE * PAGE
+        if self._direct is None or (offset - address) % PAGE:
+            return self._file, num_bytes
+        if before or not whole:
+            return self._file, min(before or num_bytes, num_bytes)
+        return self._direct, whole
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
 
 
 def _tier_error(error: OSError, pause: bool = True) -> TierError:
