@@ -184,9 +184,8 @@ def report(loader: Loader, seconds: dict[str, list[float]], rates: list[dict[str
             row[5] = f"{value / compute:.3f}"
         rows.append(row)
     print_table(["", "median", "range, ms", "rate", "of the device's", "of max(load, compute)"], rows)
-    print(
-        f"{len(rates)} rounds; device: {', '.join(f'{rate:.2f} GB/s ({n} threads)' for n, rate in by_threads.items())}"
-    )
+    of_threads = [f"{rate:.2f} GB/s ({name} threads)" for name, rate in by_threads.items()]
+    print(f"{len(rates)} rounds; device: {', '.join(of_threads)}")
     return {
         "ttft_s": took,
         "seconds": seconds,
