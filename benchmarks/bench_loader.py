@@ -5,11 +5,11 @@ python benchmarks/bench_loader.py --shape tiny --tokens 300     # a look that it
 python benchmarks/bench_loader.py --plot FILE.json docs/loader.svg    # the time line of a run
 
 Weights are dummies. Every round asks for other chunks, in turn with their KV on the GPU, in the store's
-host memory (looking them up counts), and on disk: fetched whole before the request starts, or layer by
-layer beside it. Before each read from disk its files are dropped from the page cache (fadvise, or
-/proc/sys/vm/drop_caches where that is not enough; what stayed is printed). "load" is the store's load
-alone, "device" the disk read by plain threads to aligned memory, the best of some numbers of threads;
-both read the files that the requests read. Medians; the last line is JSON.
+GPU memory, in its host memory (looking them up counts), and on disk: fetched whole before the request
+starts, or layer by layer beside it. Before each read from disk the page cache forgets its files
+(fadvise, or /proc/sys/vm/drop_caches where that is not enough; what stayed is printed). "load" is the
+store's load alone, "device" the disk read by plain threads to aligned memory, the best of some numbers
+of threads; both read the files that the requests read. Medians; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -79,14 +79,25 @@ class Loader:
 
     def to_disk(self, number: int) -> None:
         """Leaves a set's KV on the disk alone."""
-        for key in self.keys[number]:
-            self.store.discard(key)
+        self.forget(number)
         drop_page_cache(self.paths(number))
 
+    def forget(self, number: int) -> None:
+        for key in self.keys[number]:
+            self.store.discard(key)
+
     def to_host(self, number: int) -> None:
-        """Brings a set's KV to host memory."""
+        """Brings a set's KV to host memory, and to no faster one."""
+        self.forget(number)
         self.store.prefetch(self.keys[number])
         assert self.store.flush(600)
+
+    def to_gpu(self, number: int) -> None:
+        """Brings it to the store's GPU memory, which holds one set."""
+        self.to_host(number)
+        self.fetch(number)  # what is found in host memory is copied behind
+        assert self.store.flush(600)
+        assert all(self.store.locate(key) == "gpu" for key in self.keys[number])
 
     def fetch(self, number: int, layerwise: bool = False) -> list[StoredKV]:
         found = self.store.get_many(self.keys[number], layerwise=layerwise)
@@ -130,6 +141,7 @@ def methods(
 
     return {
         AT_HAND: (lambda number: None, lambda number: ask(number, kvs=loader.at_hand)),
+        "the store's GPU memory": (loader.to_gpu, whole),
         "host memory": (loader.to_host, whole),
         "disk, whole first": (on_disk, through(True, whole)),
         "disk, layer by layer": (on_disk, through(True, layerwise)),
@@ -180,7 +192,7 @@ def report(loader: Loader, seconds: dict[str, list[float]], rates: list[dict[str
         elif "layer by layer" in name:
             rate = loader.num_bytes / value / 1e9
             row[3:] = [f"{rate:.2f} GB/s", f"{rate / device:.0%}", f"{value / max(load, compute):.3f}"]
-        elif name == "host memory":
+        elif name in ("host memory", "the store's GPU memory"):
             row[5] = f"{value / compute:.3f}"
         rows.append(row)
     print_table(["", "median", "range, ms", "rate", "of the device's", "of max(load, compute)"], rows)
@@ -192,6 +204,7 @@ def report(loader: Loader, seconds: dict[str, list[float]], rates: list[dict[str
         "device_gb_s": by_threads,
         "loader_gb_s": loader.num_bytes / took["load"] / 1e9,
         "loader_share": loader.num_bytes / took["load"] / 1e9 / device,
+        "tier_over_gpu": took["the store's GPU memory"] / compute,
         "host_over_gpu": took["host memory"] / compute,
         "disk_over_max": took["disk, layer by layer"] / max(took["load"], compute),
     }
@@ -254,8 +267,9 @@ def run(bench: Bench, folder: str, options: argparse.Namespace, timeline: str | 
     sets = options.repeat + 1
     shape = bench.model.kv_shape
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
-    host_bytes = (sets + 1) * (options.tokens * per_token + CHUNKS * 4096)
-    with ChunkStore([tier], host_bytes=host_bytes, write_behind_bytes=1 << 40) as store:
+    set_bytes = options.tokens * per_token + CHUNKS * 4096
+    memory = {"host_bytes": (sets + 1) * set_bytes, "gpu_bytes": set_bytes}
+    with ChunkStore([tier], **memory, write_behind_bytes=1 << 40) as store:
         loader = Loader(bench, store, tier, options.tokens, sets)
         loader.to_disk(0)
         stayed = f"{resident(loader.paths(0)):.0%} of it stayed in the page cache"

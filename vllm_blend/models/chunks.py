@@ -56,6 +56,8 @@ class ChunkKV:
                 reason = "gone" if kv is None else "short"
                 self._lost.append(Lost(request_id, span.key, computed, reason))
                 continue
+            if self.tiers is not None:
+                kv = self.tiers.nearest(span.key) or kv
             spans.append(ChunkSpan(span.start, kv.tokens(span.offset, end)))
         return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
 
@@ -76,6 +78,8 @@ class ChunkKV:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
+            if self.tiers is not None:
+                self.tiers.forget(key)
 
     def take_news(self) -> News | None:
         """What there is to tell the scheduler, but for times."""

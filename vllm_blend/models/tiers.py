@@ -34,6 +34,7 @@ class Tiers:
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="chunk-fetch")
         self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
+        self._names: dict[ChunkKey, StoreKey] = {}
         self._told_at = 0.0
 
     @classmethod
@@ -52,7 +53,7 @@ class Tiers:
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
         """Keeps a chunk, from behind; False if too much waits already."""
-        store_key = self._key(chunk)
+        store_key = self._names[key] = self._key(chunk)
         if not self.store.put(store_key, kv):
             return False
         self._puts[key] = store_key, kv
@@ -69,10 +70,20 @@ class Tiers:
                     found[key] = held
         return found
 
+    def nearest(self, key: ChunkKey) -> StoredKV | None:
+        """A chunk that is in memory, from the GPU's; None: it is not there, but will be next time."""
+        name = self._names.get(key)
+        return None if name is None else self.store.nearest(name)
+
+    def forget(self, key: ChunkKey) -> None:
+        """The scheduler has dropped a chunk."""
+        self._names.pop(key, None)
+
     def fetch(self, key: ChunkKey, chunk: ChunkIds) -> None:
         """Begins to bring a chunk to memory."""
         if key not in self._fetches:
-            self._fetches[key] = self._pool.submit(lambda: self.store.get(self._key(chunk)))
+            name = self._names[key] = self._key(chunk)
+            self._fetches[key] = self._pool.submit(lambda: self.store.get(name))
 
     def fetched(self) -> dict[ChunkKey, StoredKV | None]:
         """The chunks whose fetches have ended since this was last asked; None: not to be had."""
