@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from chunks import MODEL, SHAPE, make_key, make_kv, same
+from chunks import SHAPE, make_key, make_kv, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey, gpu, open_store
-from vllm_blend.store.arena import Arena
 from vllm_blend.store.index import PAGE
 from vllm_blend.store.record import Layout
 from vllm_blend.store.store import IN_MEMORY
@@ -188,33 +187,3 @@ def test_by_plain_values() -> None:
         assert chunks.nearest(make_key()) is None
     with pytest.raises(ValueError, match="gpu_gb of store is -1"):
         open_store({"host_gb": 1e-3, "gpu_gb": -1})
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    arena = Arena(3 * PAGE, device=torch.device("cuda"))
-    extent = arena.allocate(2 * PAGE)
-    assert extent is not None and not extent.in_use
-    part = arena.tensor(extent, 5000)[100:200]
-    assert part.is_cuda and extent.in_use
-    arena.free(extent)
-    assert arena.allocate(2 * PAGE) is None
-    del part
-    assert arena.allocate(2 * PAGE) is not None
-
-    shape = type(SHAPE)(3, 2, 64, torch.bfloat16)
-    key = make_key(0, 99, ModelKey(MODEL.weights, MODEL.rope, shape))
-    size = Layout.of(key).payload_bytes + PAGE
-    with ChunkStore(host_bytes=size, gpu_bytes=size) as chunks:
-        chunks.put(key, make_kv(key))
-        assert chunks.flush()
-        host = chunks.get(key)
-        assert chunks.flush()
-        kv = chunks.get(key)
-        assert host is not None and kv is not None
-        assert not host.layers[0][0].is_cuda and kv.layers[0][0].is_cuda
-        for there, here in zip(kv.layers, host.layers, strict=True):
-            assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here, strict=True))
-        addresses = kv.addresses(0)
-        assert addresses is not None
-        assert addresses[2, 1] == kv.layers[2][1].data_ptr()
