@@ -36,6 +36,9 @@ class ChunkKV:
         for key, chunk in orders.fetch:
             assert self.tiers is not None
             self.tiers.fetch(key, chunk)
+        for key, chunk in orders.locate:
+            assert self.tiers is not None
+            self.tiers.locate(key, chunk)
 
     def resolve(
         self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int
@@ -90,6 +93,9 @@ class ChunkKV:
             fetched = self.tiers.fetched()
             self._chunks |= {key: kv for key, kv in fetched.items() if kv is not None}
             news.fetched = {key: kv is not None for key, kv in fetched.items()}
+            news.located = self.tiers.located()
+            if news.located:
+                news.loads = self.tiers.loads()
             news.store = self.tiers.stats()
         return None if news == News() else news
 

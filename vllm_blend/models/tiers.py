@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core import ChunkIds, ChunkKey, KVShape, StoredKV
+from vllm_blend.server.mail import Place
 
 if TYPE_CHECKING:
     from vllm_blend.store import ChunkKey as StoreKey
@@ -18,6 +19,8 @@ logger = logging.getLogger("vllm.vllm_blend")
 FETCHES = 16
 """Chunks that are fetched at once; how many of them are read at once is the store's business."""
 STATS_S = 1.0
+LOOKS = 4
+"""Chunks that are looked for at once."""
 
 
 class Tiers:
@@ -34,6 +37,8 @@ class Tiers:
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="chunk-fetch")
         self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
+        self._lookers = ThreadPoolExecutor(LOOKS, thread_name_prefix="chunk-locate")
+        self._looks: dict[ChunkKey, Future[Place]] = {}
         self._names: dict[ChunkKey, StoreKey] = {}
         self._told_at = 0.0
 
@@ -90,12 +95,38 @@ class Tiers:
         ended = [key for key, future in self._fetches.items() if future.done()]
         return {key: self._result(self._fetches.pop(key)) for key in ended}
 
+    def locate(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        """Begins to look for a chunk."""
+        if key not in self._looks:
+            self._looks[key] = self._lookers.submit(self._locate, chunk)
+
+    def located(self) -> dict[ChunkKey, Place]:
+        """Where chunks are that were looked for, as far as it is known since this was last asked."""
+        ended = [key for key, future in self._looks.items() if future.done()]
+        return {key: self._looks.pop(key).result() for key in ended}
+
+    def loads(self) -> dict[str, tuple[float, float]]:
+        """How long loads from each tier take: seconds, and seconds a byte."""
+        return {lane.name: lane.load_time.line() for lane in self.store.lanes}
+
     def stats(self) -> dict[str, int] | None:
         """The store's counters, once a second."""
         if time.monotonic() < self._told_at + STATS_S:
             return None
         self._told_at = time.monotonic()
         return self.store.stats()
+
+    def _locate(self, chunk: ChunkIds) -> Place:
+        from vllm_blend.store.record import Layout
+        from vllm_blend.store.store import IN_MEMORY
+
+        key = self._key(chunk)
+        try:
+            tier = self.store.locate(key)
+        except Exception as error:
+            logger.error("vllm_blend: a chunk could not be looked for: %s", error)
+            return None, 0
+        return tier, 0 if tier in IN_MEMORY else Layout.of(key).num_bytes
 
     def _key(self, chunk: ChunkIds) -> StoreKey:
         return self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)

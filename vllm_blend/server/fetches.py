@@ -3,21 +3,30 @@
 A chunk that is not in memory is asked for in the model's process, which looks for it and loads it
 beside the steps. What is there becomes known; what is not is computed in the background. A request
 waits for its chunks at most as long as computing them would take: at worst it takes twice that time.
+Where the ratio is ``"auto"``, chunks are first looked for, and only those that are worth it waited for.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
+from vllm_blend.server.mail import Place
+from vllm_blend.server.pace import Pace
 from vllm_blend.server.wire import BlendRequest
+from vllm_blend.store.controller import Decision, Located
+from vllm_blend.store.estimate import LoadTime
 
 MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
+LOCATE_S = 1.0
+"""A request waits this long, at most, for where its chunks are."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -31,12 +40,38 @@ class Waiting:
         keys: chunks that it waits for; None: they are not asked for yet.
         since: when it asked for them.
         until: when it waits no longer.
+        looked_for: chunks whose place is asked for; None: none were.
+        places: of those, the ones that were found, or not.
+        decision: which of its marked chunks to wait for, and the ratio.
+        tiers: where each marked chunk was; None: nowhere.
     """
 
     wish: BlendRequest
     keys: frozenset[ChunkKey] | None = None
     since: float = 0.0
     until: float = 0.0
+    looked_for: dict[ChunkKey, Sequence[int]] | None = None
+    places: dict[ChunkKey, Place] = field(default_factory=dict)
+    decision: Decision | None = None
+    tiers: tuple[str | None, ...] = ()
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known where its chunks are, and it did not ask for them yet."""
+        if self.looked_for is None or self.keys is not None:
+            return False
+        late = time.monotonic() >= self.since + LOCATE_S
+        return late or self.places.keys() >= self.looked_for.keys()
+
+    @property
+    def told(self) -> dict[str, Any] | None:
+        """The decision, for its report."""
+        if self.decision is None:
+            return None
+        lists = {"load": list(self.decision.load), "tiers": list(self.tiers)}
+        found = asdict(self.decision) | lists
+        slow = zip(self.tiers, self.decision.load, strict=True)
+        return found | {"slow_chunks": dict(Counter(tier for tier, load in slow if tier and not load))}
 
     @property
     def done(self) -> bool:
@@ -58,6 +93,8 @@ class Fetches:
         self._background = background
         self._pending: dict[ChunkKey, ChunkIds] = {}
         self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
+        self._to_locate: dict[ChunkKey, ChunkIds] = {}
+        self._loads: dict[str, LoadTime] = {}
         self._token_seconds = 0.0  # of a prefill, a token; not known yet
 
     def __len__(self) -> int:
@@ -73,6 +110,53 @@ class Fetches:
             self._pending[key] = chunk
             self._to_ask.append((key, chunk))
         return key
+
+    def locate(self, request: Waiting, tenant: str, missing: Iterable[Sequence[int]]) -> None:
+        """Lets a request wait until it is known where chunks are."""
+        request.looked_for = {chunk_key(tenant, ids): ids for ids in missing}
+        request.since = time.monotonic()
+        for key, ids in request.looked_for.items():
+            self._to_locate[key] = ChunkIds(tenant, tuple(ids), tuple(self._background.context))
+
+    def take_to_locate(self) -> tuple[tuple[ChunkKey, ChunkIds], ...]:
+        """What the model's process is to look for."""
+        asked, self._to_locate = self._to_locate, {}
+        return tuple(asked.items())
+
+    def found(self, key: ChunkKey, place: Place) -> None:
+        """Where a chunk is."""
+        for request in self.waiting.values():
+            if request.looked_for is not None and key in request.looked_for:
+                request.places[key] = place
+
+    def learn(self, loads: dict[str, tuple[float, float]]) -> None:
+        """How long loads take, by tier: seconds, and seconds a byte."""
+        for tier, (latency_s, byte_s) in loads.items():
+            self._loads[tier] = LoadTime(latency_s, 1 / byte_s if byte_s > 0 else float("inf"))
+
+    def decide(self, request: Waiting, tenant: str, token_ids: Sequence[int], pace: Pace) -> None:
+        """Decides which marked chunks a request waits for, by where they are; it then waits."""
+        assert request.looked_for is not None
+        chunks: list[Located] = []
+        tiers: list[str | None] = []
+        wanted: list[Sequence[int]] = []
+        for start, end in request.wish.spans:
+            key = chunk_key(tenant, token_ids[start:end])
+            tier, num_bytes = request.places.get(key, (None, 0))
+            if key not in request.looked_for:
+                tier = "host"
+            tiers.append(tier)
+            if tier is None:
+                chunks.append(Located(end - start, 1, None))  # computed, whatever it takes
+            else:
+                chunks.append(Located(end - start, num_bytes, tier if num_bytes else None))
+        other = len(token_ids) - sum(chunk.num_tokens for chunk in chunks)
+        decision = pace.decide(chunks, self._loads, other)
+        for (start, end), load in zip(request.wish.spans, decision.load, strict=True):
+            if load and chunk_key(tenant, token_ids[start:end]) in request.looked_for:
+                wanted.append(token_ids[start:end])
+        request.decision, request.tiers = decision, tuple(tiers)
+        self.wait(request, tenant, wanted)
 
     def take_asked(self) -> tuple[tuple[ChunkKey, ChunkIds], ...]:
         """What the model's process is to fetch."""
@@ -97,7 +181,9 @@ class Fetches:
         asked = {key: ids for ids in missing if (key := self.ask(tenant, ids)) is not None}
         num_tokens = sum(len(ids) for ids in asked.values())
         request.keys = frozenset(asked)
-        request.since = request.until = time.monotonic()
+        request.until = time.monotonic()
+        if request.looked_for is None:
+            request.since = request.until
         if asked:
             request.until += max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3))
 

@@ -1,8 +1,10 @@
 """The engine's side of a blending server: a mixin for vLLM's scheduler.
 
 ``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
-                         one whose chunks may be in a store's lower tiers waits for the answer
-``schedule``             lets in the engine's own requests: the start-up check, missed chunks
+                         one whose chunks may be in a store's lower tiers waits for the answer, and
+                         is told by the controller which of them to wait for, if its ratio is "auto"
+``schedule``             lets in the engine's own requests: the start-up check and measurement,
+                         missed chunks
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
 
@@ -28,6 +30,8 @@ from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.mail import ORDERS, Lost, News, Orders
 from vllm_blend.server.match import SequenceIndex
+from vllm_blend.server.pace import KEY as pace_key
+from vllm_blend.server.pace import Pace
 from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
 from vllm_blend.server.reports import Reports, sizes
 from vllm_blend.server.wire import BlendRequest
@@ -76,8 +80,10 @@ class BlendScheduler:
             self._own_request,
         )
         self.blend_fetches: Fetches | None = None
+        self.blend_pace: Pace | None = None
         if settings.store is not None:
             self.blend_fetches = Fetches(self.blend_chunks, self.blend_background)
+            self.blend_pace = Pace.of(self.vllm_config, settings, self._own_request)
         self.blend_gate = Gate(
             model_config.get_vocab_size(),
             longest,
@@ -112,27 +118,39 @@ class BlendScheduler:
             if self.blend_fetches is None:
                 self._plan(request, wish)
             else:
+                assert self.blend_pace is not None
+                self.blend_pace.wanted |= wish.paced
                 self.blend_fetches.waiting[request.request_id] = Waiting(wish)
                 self._ask(request)
         stock.add_request(request)
 
     def _ask(self, request: Any) -> None:
-        """Asks for the chunks that a waiting request lacks, once the start-up check is done."""
-        fetches = self.blend_fetches
-        if fetches is None or self.blend_gate.verdict is None:
+        """Asks for the chunks that a waiting request lacks, once the start-up check is done; or first
+        for where they are, once the engine is measured."""
+        fetches, pace = self.blend_fetches, self.blend_pace
+        if fetches is None or pace is None or self.blend_gate.verdict is None:
             return
         waiting = fetches.waiting[request.request_id]
+        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self._why_not()
+        if paced and not pace.done:
+            return
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
         marked = [tokens[start:end] for start, end in waiting.wish.spans]
         can = not self._why_not()
         missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
-        fetches.wait(waiting, tenant, missing)
+        if paced:
+            fetches.locate(waiting, tenant, missing)
+        else:
+            fetches.wait(waiting, tenant, missing)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Asked by vLLM's scheduler before it lets a request in."""
         stock: Any = super()
         fetches = self.blend_fetches
         if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
+            if waiting.located and self.blend_pace is not None:
+                tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+                fetches.decide(waiting, tenant, tokens, self.blend_pace)
             if not waiting.done:
                 return False
             del fetches.waiting[request.request_id]
@@ -151,11 +169,16 @@ class BlendScheduler:
         if not why:
             spans, missed = self._look_up(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        settings, decision = wish.settings, waited.decision if waited is not None else None
+        if decision is not None and any(decision.load):
+            settings = replace(settings, recomp_ratio=decision.ratio)
+        elif decision is not None and waited is not None and any(waited.tiers):
+            spans, why = [], decision.reason
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
         plan = None
         if spans:
             timed = wish.report or bool(self.log_stats)
-            plan = KeyedPlan(tuple(spans), wish.settings, timed)
+            plan = KeyedPlan(tuple(spans), settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
             self._name_blocks(request, plan, tenant)
@@ -167,6 +190,7 @@ class BlendScheduler:
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
             asked=wish.report,
+            decided=waited.told if waited is not None else None,
         )
         if waited is not None and waited.keys:
             loaded = sum(span.key in waited.keys for span in spans)
@@ -252,7 +276,11 @@ class BlendScheduler:
         return request
 
     def _is_own(self, request_id: str) -> bool:
-        return self.blend_gate.is_mine(request_id) or self.blend_background.is_mine(request_id)
+        return self._measures(request_id) or self.blend_background.is_mine(request_id)
+
+    def _measures(self, request_id: str) -> bool:
+        pace = self.blend_pace
+        return self.blend_gate.is_mine(request_id) or (pace is not None and pace.is_mine(request_id))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
@@ -260,19 +288,46 @@ class BlendScheduler:
             stock.add_request(request)
         if self.blend_gate.verdict is not None and not self.blend_gate.told:
             self._tell_verdict()
-            for request_id in self.blend_fetches.waiting if self.blend_fetches is not None else ():
-                self._ask(self.requests[request_id])
-        if self.blend_gate.verdict == "":
+            self._ask_all()
+        if self.blend_gate.verdict == "" and self._measured():
             busy = stock.get_num_unfinished_requests() > self.blend_background.num_running
             for request in self.blend_background.start(idle=not busy):
                 stock.add_request(request)
         output = stock.schedule(*args, **kwargs)
-        fetch = self.blend_fetches.take_asked() if self.blend_fetches else ()
-        orders = Orders(self.blend_chunks.take_drops(), fetch)
+        orders = Orders(self.blend_chunks.take_drops())
+        if self.blend_fetches is not None:
+            fetches = self.blend_fetches
+            orders = replace(orders, fetch=fetches.take_asked(), locate=fetches.take_to_locate())
         if orders != Orders():
             setattr(output, ORDERS, orders)
         setattr(output, STARTED, time.monotonic())
         return output
+
+    def _ask_all(self) -> None:
+        """Something that requests waited for is done."""
+        fetches = self.blend_fetches
+        for request_id, waiting in fetches.waiting.items() if fetches is not None else ():
+            if waiting.keys is None and waiting.looked_for is None:
+                self._ask(self.requests[request_id])
+
+    def _measured(self) -> bool:
+        """Whether the engine is measured, or need not be; else the measurement goes on."""
+        stock: Any = super()
+        if self.blend_pace is None or self.blend_pace.done or not self.blend_pace.wanted:
+            return True
+        for request in self.blend_pace.start():
+            stock.add_request(request)
+        return False
+
+    def _finish_pace(self, completed: bool) -> None:
+        pace, fetches = self.blend_pace, self.blend_fetches
+        assert pace is not None and fetches is not None
+        pace.finish(completed)
+        if pace.done:
+            self.blend_chunks.refuse(pace_key)  # what it was measured with is not needed any more
+            fetches.computed(*pace.longest)
+            logger.info("vllm_blend: %s", pace)
+            self._ask_all()
 
     def _tell_verdict(self) -> None:
         gate = self.blend_gate
@@ -288,6 +343,8 @@ class BlendScheduler:
             return True
         waiting = self.blend_gate.verdict is None or self.blend_background.num_waiting > 0
         waiting |= bool(self.blend_fetches)
+        if self.blend_pace is not None and self.blend_gate.verdict == "":
+            waiting |= self.blend_pace.wanted and not self.blend_pace.done
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,6 +354,8 @@ class BlendScheduler:
             self._forget(request.request_id)
             if self.blend_gate.is_mine(request.request_id):
                 self.blend_gate.finish(None)
+            elif self._measures(request.request_id):
+                self._finish_pace(completed=False)
             elif self.blend_background.is_mine(request.request_id):
                 self.blend_background.finish(request.request_id, completed=False)
         return finished
@@ -317,9 +376,11 @@ class BlendScheduler:
         theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
         self.blend_background.earn(theirs)
         started = getattr(scheduler_output, STARTED, None)
-        if self.blend_fetches is not None and started and not self._plans.keys() & scheduled.keys():
+        if self.blend_fetches is not None and self.blend_pace is not None and started:
             seconds = time.monotonic() - started
-            self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
+            self.blend_pace.step_took(scheduled, seconds)
+            if not self._plans.keys() & scheduled.keys() and not any(map(self._measures, scheduled)):
+                self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
         self._hear(News.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
         for result in results.values():
@@ -335,6 +396,10 @@ class BlendScheduler:
         for key, found in news.fetched.items():
             assert self.blend_fetches is not None
             self.blend_fetches.answer(key, found)
+        for key, place in news.located.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.learn(news.loads)
+            self.blend_fetches.found(key, place)
         self._store_stats = news.store or self._store_stats
 
     def _lose(self, lost: Lost) -> None:
@@ -387,6 +452,10 @@ class BlendScheduler:
         if self.blend_gate.is_mine(request_id):
             if output.finish_reason is not None:
                 self.blend_gate.finish(first_logprobs(output.new_logprobs))
+            return True
+        if self._measures(request_id):
+            if output.finish_reason is not None:
+                self._finish_pace(completed=True)
             return True
         self.blend_reports.attach(output)
         if output.finish_reason is not None:
