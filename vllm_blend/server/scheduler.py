@@ -192,8 +192,8 @@ class BlendScheduler:
             asked=wish.report,
             decided=waited.told if waited is not None else None,
         )
-        if waited is not None and waited.keys:
-            loaded = sum(span.key in waited.keys for span in spans)
+        if waited is not None and (waited.keys or waited.looked_for):
+            loaded = sum(span.key in (waited.keys or ()) for span in spans)
             seconds = min(waited.until, time.monotonic()) - waited.since
             self.blend_reports.waited(request.request_id, seconds, loaded)
 
