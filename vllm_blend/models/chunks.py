@@ -39,6 +39,9 @@ class ChunkKV:
         for key, chunk in orders.locate:
             assert self.tiers is not None
             self.tiers.locate(key, chunk)
+        for tenant, context in orders.claim:
+            assert self.tiers is not None
+            self.tiers.claim(tenant, context)
 
     def resolve(
         self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int
@@ -96,6 +99,7 @@ class ChunkKV:
             news.located = self.tiers.located()
             if news.located:
                 news.loads = self.tiers.loads()
+            news.claimed = self.tiers.claimed()
             news.store = self.tiers.stats()
         return None if news == News() else news
 

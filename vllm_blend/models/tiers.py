@@ -19,6 +19,8 @@ logger = logging.getLogger("vllm.vllm_blend")
 FETCHES = 16
 """Chunks that are fetched at once; how many of them are read at once is the store's business."""
 STATS_S = 1.0
+CLAIMED_TOKENS = 1_000_000
+"""Of chunks on disk that are found by content, the most recently used first."""
 LOOKS = 4
 """Chunks that are looked for at once."""
 
@@ -39,6 +41,9 @@ class Tiers:
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
         self._lookers = ThreadPoolExecutor(LOOKS, thread_name_prefix="chunk-locate")
         self._looks: dict[ChunkKey, Future[Place]] = {}
+        self._on_disk: dict[bytes, tuple[int, ...]] | None = None  # by digest; whose, is not known
+        self._claimer = ThreadPoolExecutor(1, thread_name_prefix="chunk-claim")
+        self._claims: dict[str, Future[list[tuple[int, ...]]]] = {}
         self._names: dict[ChunkKey, StoreKey] = {}
         self._told_at = 0.0
 
@@ -105,6 +110,17 @@ class Tiers:
         ended = [key for key, future in self._looks.items() if future.done()]
         return {key: self._looks.pop(key).result() for key in ended}
 
+    def claim(self, tenant: str, context: tuple[int, ...]) -> None:
+        """Begins to find out which chunks on disk are a tenant's: those whose keys it can make."""
+        if tenant not in self._claims:
+            self._claims[tenant] = self._claimer.submit(lambda: self._claim(tenant, context))
+
+    def claimed(self) -> dict[str, list[tuple[int, ...]]]:
+        """Tenants' chunks by their token ids, as far as they are known since this was last asked."""
+        ended = [tenant for tenant, future in self._claims.items() if future.done()]
+        found = {tenant: self._claims.pop(tenant) for tenant in ended}
+        return {t: [] if future.exception() else future.result() for t, future in found.items()}
+
     def loads(self) -> dict[str, tuple[float, float]]:
         """How long loads from each tier take: seconds, and seconds a byte."""
         return {lane.name: lane.load_time.line() for lane in self.store.lanes}
@@ -127,6 +143,21 @@ class Tiers:
             logger.error("vllm_blend: a chunk could not be looked for: %s", error)
             return None, 0
         return tier, 0 if tier in IN_MEMORY else Layout.of(key).num_bytes
+
+    def _claim(self, tenant: str, context: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if self._on_disk is None:
+            self._on_disk, left = {}, CLAIMED_TOKENS
+            for digest, ids in self.store.token_ids():
+                left -= len(ids)
+                if left < 0:
+                    break
+                self._on_disk[digest] = ids
+        found = []
+        for digest, ids in list(self._on_disk.items()):
+            if ids and min(ids) >= 0 and self._key(ChunkIds(tenant, ids, context)).digest == digest:
+                found.append(ids)
+                del self._on_disk[digest]
+        return found
 
     def _key(self, chunk: ChunkIds) -> StoreKey:
         return self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)

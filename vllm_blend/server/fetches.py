@@ -18,6 +18,7 @@ from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 from vllm_blend.server.mail import Place
+from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.pace import Pace
 from vllm_blend.server.wire import BlendRequest
 from vllm_blend.store.controller import Decision, Located
@@ -27,6 +28,8 @@ MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
 LOCATE_S = 1.0
 """A request waits this long, at most, for where its chunks are."""
+FOUND_TOKENS = 1_000_000
+"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -40,6 +43,7 @@ class Waiting:
         keys: chunks that it waits for; None: they are not asked for yet.
         since: when it asked for them.
         until: when it waits no longer.
+        ask_until: when it asks, even if its tenant's chunks on disk are not known yet.
         looked_for: chunks whose place is asked for; None: none were.
         places: of those, the ones that were found, or not.
         decision: which of its marked chunks to wait for, and the ratio.
@@ -50,6 +54,7 @@ class Waiting:
     keys: frozenset[ChunkKey] | None = None
     since: float = 0.0
     until: float = 0.0
+    ask_until: float = 0.0
     looked_for: dict[ChunkKey, Sequence[int]] | None = None
     places: dict[ChunkKey, Place] = field(default_factory=dict)
     decision: Decision | None = None
@@ -94,11 +99,15 @@ class Fetches:
         self._pending: dict[ChunkKey, ChunkIds] = {}
         self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
         self._to_locate: dict[ChunkKey, ChunkIds] = {}
+        self._below: dict[str, SequenceIndex] = {}  # by tenant; chunks that are not in memory
+        self._claims: dict[str, bool] = {}  # whether the tenant's chunks on disk are known
+        self._to_claim: list[str] = []
+        chunks.on_evict = self._evicted
         self._loads: dict[str, LoadTime] = {}
         self._token_seconds = 0.0  # of a prefill, a token; not known yet
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + list(self._claims.values()).count(False)
 
     def ask(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
         """Asks for a chunk; None if it is being computed already."""
@@ -128,6 +137,46 @@ class Fetches:
         for request in self.waiting.values():
             if request.looked_for is not None and key in request.looked_for:
                 request.places[key] = place
+
+    def claim(self, tenant: str) -> bool:
+        """Whether a tenant's chunks on disk are known; if not, they will be."""
+        if tenant not in self._claims:
+            self._claims[tenant] = False
+            self._to_claim.append(tenant)
+        return self._claims[tenant]
+
+    def holds(self, request: Waiting, tenant: str) -> bool:
+        """Whether a request is to wait until its tenant's chunks on disk are known; not for long."""
+        if not request.wish.auto or self.claim(tenant):
+            return False
+        request.ask_until = request.ask_until or time.monotonic() + LOCATE_S
+        return time.monotonic() < request.ask_until
+
+    def take_claims(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The tenants whose chunks the model's process is to tell."""
+        tenants, self._to_claim = self._to_claim, []
+        return tuple((tenant, tuple(self._background.context)) for tenant in tenants)
+
+    def claimed(self, tenant: str, chunks: Sequence[tuple[int, ...]]) -> None:
+        """A tenant's chunks on disk, most recently used first."""
+        self._claims[tenant] = True
+        for ids in reversed(chunks):
+            self._note(chunk_key(tenant, ids), tenant, ids)
+
+    def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[tuple[int, ...]]:
+        """Chunks that are not in memory, of which a prompt has at least a part."""
+        index = self._below.get(tenant)
+        if index is None:
+            return []
+        found = {run.key: index.tokens(run.key) for run in index.find(token_ids, min_tokens)}
+        return [ids for ids in found.values() if self._chunks.get(tenant, ids) is None]
+
+    def _evicted(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        self._note(key, chunk.tenant, chunk.token_ids)
+
+    def _note(self, key: ChunkKey, tenant: str, token_ids: Sequence[int]) -> None:
+        index = self._below.setdefault(tenant, SequenceIndex(FOUND_TOKENS))
+        index.add(key, token_ids)
 
     def learn(self, loads: dict[str, tuple[float, float]]) -> None:
         """How long loads take, by tier: seconds, and seconds a byte."""
@@ -166,6 +215,8 @@ class Fetches:
     def answer(self, key: ChunkKey, found: bool) -> None:
         """The model's process has the chunk now, or cannot have it."""
         chunk = self._pending.pop(key)
+        if not found and chunk.tenant in self._below:
+            self._below[chunk.tenant].remove(key)
         if not found:
             self._background.add(chunk.tenant, chunk.token_ids)
         elif self._chunks.reserve(chunk.tenant, chunk.token_ids) is None:

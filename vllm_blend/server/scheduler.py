@@ -83,6 +83,8 @@ class BlendScheduler:
         self.blend_pace: Pace | None = None
         if settings.store is not None:
             self.blend_fetches = Fetches(self.blend_chunks, self.blend_background)
+            if settings.auto:
+                self.blend_fetches.claim("")  # so that they are known to the first request
             self.blend_pace = Pace.of(self.vllm_config, settings, self._own_request)
         self.blend_gate = Gate(
             model_config.get_vocab_size(),
@@ -135,19 +137,28 @@ class BlendScheduler:
         if paced and not pace.done:
             return
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+        if fetches.holds(waiting, tenant):
+            return
         marked = [tokens[start:end] for start, end in waiting.wish.spans]
         can = not self._why_not()
         missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
+        found = []
+        if can and waiting.wish.auto:
+            found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
         if paced:
+            for ids in found:
+                fetches.ask(tenant, ids)
             fetches.locate(waiting, tenant, missing)
         else:
-            fetches.wait(waiting, tenant, missing)
+            fetches.wait(waiting, tenant, missing + found)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Asked by vLLM's scheduler before it lets a request in."""
         stock: Any = super()
         fetches = self.blend_fetches
         if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
+            if waiting.keys is None and waiting.looked_for is None:
+                self._ask(request)  # what it waited for may be there, or long enough in coming
             if waiting.located and self.blend_pace is not None:
                 tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
                 fetches.decide(waiting, tenant, tokens, self.blend_pace)
@@ -297,7 +308,12 @@ class BlendScheduler:
         orders = Orders(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
             fetches = self.blend_fetches
-            orders = replace(orders, fetch=fetches.take_asked(), locate=fetches.take_to_locate())
+            orders = replace(
+                orders,
+                fetch=fetches.take_asked(),
+                locate=fetches.take_to_locate(),
+                claim=fetches.take_claims(),
+            )
         if orders != Orders():
             setattr(output, ORDERS, orders)
         setattr(output, STARTED, time.monotonic())
@@ -396,6 +412,9 @@ class BlendScheduler:
         for key, found in news.fetched.items():
             assert self.blend_fetches is not None
             self.blend_fetches.answer(key, found)
+        for tenant, chunks in news.claimed.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.claimed(tenant, chunks)
         for key, place in news.located.items():
             assert self.blend_fetches is not None
             self.blend_fetches.learn(news.loads)

@@ -21,12 +21,15 @@ import numpy as np
 
 from vllm_blend.store.index import PAGE, Index
 from vllm_blend.store.keys import DIGEST_BYTES, FORMAT_VERSION, ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.record import Layout, Reason, Record, Rejected, token_ids_in
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
 REFRESH_S = 10.0
 """The folder is listed again after this time at the soonest, and never for more than 2% of the time."""
+
+HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
+"""What is read of a record for its token ids; and of one with a very long header."""
 
 KINDS = {
     errno.ENOSPC: "no_space",
@@ -124,6 +127,25 @@ class DiskTier:
                 raise _tier_error(again) from again
         with self._lock:
             self._index.put(digest, record.num_bytes)
+
+    def token_ids(self) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """Digest and token ids of each record that can be read, most recently used first.
+
+        They are not verified; a key made of them has the same digest, or they are not to be used.
+        """
+        with self._lock:
+            digests = self._index.newest()
+        for digest in digests:
+            try:
+                with self._path(digest).open("rb") as file:
+                    data = file.read(HEAD_BYTES)
+                    length = int.from_bytes(data[:8], "little")
+                    if len(data) <= length < LARGEST_HEAD:  # many layers, or many tokens
+                        data += file.read(LARGEST_HEAD)
+            except OSError:
+                continue
+            if (ids := token_ids_in(data)) is not None:
+                yield digest, ids
 
     def discard(self, key: ChunkKey) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from vllm_blend.core import StoredKV
 from vllm_blend.store import gpu
+from vllm_blend.store.disk import DiskTier
 from vllm_blend.store.fp8 import Fp8Layers
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey, check_storage
@@ -164,6 +165,15 @@ class ChunkStore:
             if key.digest in self._pending or self._host.contains(key):
                 return self._host.name
         return next((lane.name for lane in self._lanes if lane.contains(key)), None)
+
+    def token_ids(self) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """Digest and token ids of the chunks on disk, most recently used first; not verified.
+
+        For whoever finds chunks by content: ids belong to a chunk if its key has this digest.
+        """
+        for lane in self._lanes:
+            if isinstance(lane.tier, DiskTier):
+                yield from lane.tier.token_ids()
 
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
         """Keeps a chunk's KV. Never waits: it is copied and written from behind.
