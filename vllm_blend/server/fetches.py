@@ -17,7 +17,7 @@ from typing import Any
 from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
-from vllm_blend.server.mail import Place
+from vllm_blend.server.mail import Orders, Place
 from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.pace import Pace
 from vllm_blend.server.wire import BlendRequest
@@ -127,11 +127,6 @@ class Fetches:
         for key, ids in request.looked_for.items():
             self._to_locate[key] = ChunkIds(tenant, tuple(ids), tuple(self._background.context))
 
-    def take_to_locate(self) -> tuple[tuple[ChunkKey, ChunkIds], ...]:
-        """What the model's process is to look for."""
-        asked, self._to_locate = self._to_locate, {}
-        return tuple(asked.items())
-
     def found(self, key: ChunkKey, place: Place) -> None:
         """Where a chunk is."""
         for request in self.waiting.values():
@@ -151,11 +146,6 @@ class Fetches:
             return False
         request.ask_until = request.ask_until or time.monotonic() + LOCATE_S
         return time.monotonic() < request.ask_until
-
-    def take_claims(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The tenants whose chunks the model's process is to tell."""
-        tenants, self._to_claim = self._to_claim, []
-        return tuple((tenant, tuple(self._background.context)) for tenant in tenants)
 
     def claimed(self, tenant: str, chunks: Sequence[tuple[int, ...]]) -> None:
         """A tenant's chunks on disk, most recently used first."""
@@ -207,10 +197,17 @@ class Fetches:
         request.decision, request.tiers = decision, tuple(tiers)
         self.wait(request, tenant, wanted)
 
-    def take_asked(self) -> tuple[tuple[ChunkKey, ChunkIds], ...]:
-        """What the model's process is to fetch."""
-        asked, self._to_ask = self._to_ask, []
-        return tuple(asked)
+    def take_orders(self, drop: tuple[ChunkKey, ...]) -> Orders:
+        """What the model's process is to do; ``drop`` beside it."""
+        context = tuple(self._background.context)
+        orders = Orders(
+            drop,
+            fetch=tuple(self._to_ask),
+            locate=tuple(self._to_locate.items()),
+            claim=tuple((tenant, context) for tenant in self._to_claim),
+        )
+        self._to_ask, self._to_locate, self._to_claim = [], {}, []
+        return orders
 
     def answer(self, key: ChunkKey, found: bool) -> None:
         """The model's process has the chunk now, or cannot have it."""

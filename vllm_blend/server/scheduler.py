@@ -22,17 +22,16 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
-from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background, chunk_context
 from vllm_blend.server.chunks import KnownChunks, bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.gate import Gate, first_logprobs
+from vllm_blend.server.lookup import Lookup
 from vllm_blend.server.mail import ORDERS, Lost, News, Orders
-from vllm_blend.server.match import SequenceIndex
 from vllm_blend.server.pace import KEY as pace_key
 from vllm_blend.server.pace import Pace
-from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
+from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames, disown_blocks
 from vllm_blend.server.reports import Reports, sizes
 from vllm_blend.server.wire import BlendRequest
 
@@ -40,10 +39,6 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
-LEARNED_TOKENS = 64
-"""Auto mode: a text that comes back in another place becomes a chunk from this length on."""
-RECENT_TOKENS = 1_000_000
-"""Auto mode: tokens of past prompts that are remembered, to see what comes back."""
 
 
 class BlendScheduler:
@@ -64,7 +59,6 @@ class BlendScheduler:
         self.blend_settings = settings
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
         self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
-        self.blend_recent = SequenceIndex(RECENT_TOKENS)
         context = chunk_context(self.vllm_config, settings.system, settings.head)
         if not context:
             logger.warning(
@@ -86,6 +80,9 @@ class BlendScheduler:
             if settings.auto:
                 self.blend_fetches.claim("")  # so that they are known to the first request
             self.blend_pace = Pace.of(self.vllm_config, settings, self._own_request)
+        self.blend_lookup = Lookup(
+            self.blend_chunks, self.blend_background, self.blend_fetches, settings.min_chunk_tokens
+        )
         self.blend_gate = Gate(
             model_config.get_vocab_size(),
             longest,
@@ -95,7 +92,6 @@ class BlendScheduler:
         )
         self._plans: dict[str, KeyedPlan] = {}
         self._store_stats: dict[str, int] = {}
-        self._num_seen = 0
         engine = self.vllm_config.parallel_config.data_parallel_index
         labels = model_config.served_model_name, str(engine)
         self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
@@ -178,7 +174,7 @@ class BlendScheduler:
         missed = 0
         why = self._why_not()
         if not why:
-            spans, missed = self._look_up(tenant, tokens, wish)
+            spans, missed = self.blend_lookup(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
         settings, decision = wish.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
@@ -219,51 +215,6 @@ class BlendScheduler:
         if self.blend_gate.verdict is None:
             return "the start-up check is still running"
         return self.blend_gate.verdict and f"the start-up check failed: {self.blend_gate.verdict}"
-
-    def _look_up(
-        self, tenant: str, tokens: TokenIds, wish: BlendRequest
-    ) -> tuple[list[KeyedSpan], int]:
-        """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
-        spans, missed = [], 0
-        for start, end in wish.spans:
-            key = self.blend_chunks.get(tenant, tokens[start:end])
-            if key is not None:
-                spans.append(KeyedSpan(start, end, key))
-            else:
-                missed += 1
-                self._miss(tenant, tokens[start:end])
-        if wish.auto:
-            spans += self._find(tenant, tokens, spans)
-            self._learn(tenant, tokens, spans)
-        return sorted(spans, key=lambda span: span.start), missed
-
-    def _find(self, tenant: str, tokens: TokenIds, taken: list[KeyedSpan]) -> list[KeyedSpan]:
-        """Known chunks in the prompt outside the spans that are taken."""
-        # the last token's logits start the answer: it is always computed
-        runs = self.blend_chunks.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
-        return [
-            KeyedSpan(run.start, run.end, run.key, run.offset)
-            for run in runs
-            if isinstance(run.key, bytes)
-            and not any(run.start < span.end and span.start < run.end for span in taken)
-        ]
-
-    def _miss(self, tenant: str, token_ids: TokenIds) -> None:
-        """A chunk is not in memory: it is fetched, or computed in the background."""
-        if self.blend_fetches is None:
-            self.blend_background.add(tenant, token_ids)
-        else:
-            self.blend_fetches.ask(tenant, token_ids)
-
-    def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
-        """Text of earlier prompts that comes back behind other text becomes a chunk."""
-        for run in self.blend_recent.find(tokens[:-1], LEARNED_TOKENS):
-            covered = any(run.start < span.end and span.start < run.end for span in spans)
-            assert isinstance(run.key, tuple)
-            if run.start > 0 and not covered and run.key[0] == tenant:
-                self._miss(tenant, tokens[run.start : run.end])
-        self._num_seen += 1
-        self.blend_recent.add((tenant, self._num_seen), tokens)
 
     # --- the engine's own requests --------------------------------------------------------------
 
@@ -307,13 +258,7 @@ class BlendScheduler:
         output = stock.schedule(*args, **kwargs)
         orders = Orders(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
-            fetches = self.blend_fetches
-            orders = replace(
-                orders,
-                fetch=fetches.take_asked(),
-                locate=fetches.take_to_locate(),
-                claim=fetches.take_claims(),
-            )
+            orders = self.blend_fetches.take_orders(orders.drop)
         if orders != Orders():
             setattr(output, ORDERS, orders)
         setattr(output, STARTED, time.monotonic())
@@ -431,7 +376,7 @@ class BlendScheduler:
         """
         chunk = self.blend_chunks.lose(lost.key)
         if chunk is not None:
-            self._miss(chunk.tenant, chunk.token_ids)
+            self.blend_lookup.miss(chunk.tenant, chunk.token_ids)
         if self.blend_gate.is_mine(lost.request_id):
             self.blend_gate.lose()
         request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
@@ -446,20 +391,14 @@ class BlendScheduler:
         new = replace(plan, spans=left) if left else None
         if new is not None:
             self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
-        self._disown_blocks(request, max(lost.computed, plan.spans[0].start))
+        if self._hasher is not None:
+            disown_blocks(
+                request,
+                max(lost.computed, plan.spans[0].start),
+                self._hasher,
+                self.kv_cache_manager,
+            )
         self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
-
-    def _disown_blocks(self, request: Any, start: int) -> None:
-        """Takes a request's blocks from token ``start`` on out of the prefix cache."""
-        if self._hasher is None:
-            return
-        names = request.blend_names
-        names.salt = f"vllm_blend:{request.request_id}"  # what it computes from now on is its own
-        request.block_hashes = names.mixed(request, self._hasher, names.first)
-        manager = self.kv_cache_manager
-        groups = manager.kv_cache_config.kv_cache_groups
-        for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
-            manager.evict_blocks(set(blocks[start // group.kv_cache_spec.block_size :]))
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""

@@ -28,6 +28,7 @@ SUFFIX = ".safetensors"
 REFRESH_S = 10.0
 """The folder is listed again after this time at the soonest, and never for more than 2% of the time."""
 
+WRITE_TRIES = 3
 HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
 """What is read of a record for its token ids; and of one with a very long header."""
 
@@ -116,15 +117,13 @@ class DiskTier:
         if record.num_bytes > self.budget_bytes:
             raise TierError("too_large", f"{record.num_bytes} bytes", pause=False)
         self._make_room(record.num_bytes)
-        try:
-            self._write(record)
-        except OSError as error:
-            if not self._worth_another_try(error, record.num_bytes):
-                raise _tier_error(error) from error
+        for left in range(WRITE_TRIES)[::-1]:
             try:
                 self._write(record)
-            except OSError as again:
-                raise _tier_error(again) from again
+                break
+            except OSError as error:
+                if not left or not self._worth_another_try(error, record.num_bytes):
+                    raise _tier_error(error) from error
         with self._lock:
             self._index.put(digest, record.num_bytes)
 
