@@ -381,7 +381,7 @@ def rest_tiles() -> Tiles:
     """Tiles of ``sparse_attention_rest``, each a share of a virtual request."""
     if INTERPRETED:
         return Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    return Tiles(block_m=128 // SHARES, block_n=64, num_warps=4, num_stages=2)
+    return Tiles(block_m=128 // SHARES, block_n=32, num_warps=4, num_stages=2)
 
 
 def launch(
