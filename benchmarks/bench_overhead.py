@@ -45,6 +45,7 @@ def serve(options: argparse.Namespace) -> None:
             max_num_batched_tokens=options.tokens + OUTPUT_TOKENS,
             max_num_seqs=16,
             gpu_memory_utilization=0.4,
+            kv_cache_memory_bytes=2 << 30,  # not by what the other engine leaves
             enable_prefix_caching=False,
             disable_log_stats=True,
         )

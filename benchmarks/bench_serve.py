@@ -1,9 +1,9 @@
 """A server under a RAG-like load, stock against blending, driven by vLLM's own ``bench serve`` client.
 
-A trace: 100 documents, 6 of them in each request by Zipf's law, a question behind them. Each server is
-started in turn and sees the same trace several times: one request after the other (TTFT), at given
-rates, then all at once (throughput). The blending server has seen every document once before ("warm");
-the prefix cache is on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
+A trace: 100 documents, 6 of them in each request by Zipf's law, a question behind them. Both servers
+are up, and take turns: the same trace one request after the other (TTFT), at given rates, then all at
+once (throughput). The blending server has seen every document once before ("warm"); the prefix cache is
+on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
 line is one JSON object.
 
 On a GPU: --shape mistral-7b --chunk-tokens 600 1300, a real model's shape with dummy weights.
@@ -26,11 +26,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import IO, Any
 
-from harness import hardware, print_table, samples, texts
+import torch
+from harness import hardware, print_table, samples, sm_clock, texts
 from tokenizers import Tokenizer
 from ttft_shapes import COMMON, SHAPES
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="instead: this shape, dummy weights")
     parser.add_argument("--tokenizer", type=pathlib.Path, help="of --shape (default: SmolLM2's folder)")
     parser.add_argument("--only", choices=("stock", "blend"), help="one of the two servers")
+    parser.add_argument("--metrics", type=pathlib.Path, help="leave /metrics there after each load")
     parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second")
     parser.add_argument(
         "--chunk-tokens", type=int, nargs=2, metavar=("FROM", "TO"), help="length of the documents"
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     if options.shape:
         model = str(make_shape(options.shape, options.tokenizer or embedded_model(), folder))
         server_args = "--load-format dummy --dtype bfloat16 --max-model-len 16384"
+        if torch.cuda.is_available():  # two servers on one GPU
+            server_args += " --gpu-memory-utilization 0.45 --kv-cache-memory-bytes 12G"
     else:
         model = str(options.model or embedded_model())
         server_args = "--dtype float32 --max-model-len 8192"
@@ -90,20 +95,33 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         "blend": (f"blend {options.ratio:.0%}", ["--additional-config", config], path),
     }
     rows, results, num_tokens = [], [], 0.0
-    for kind in [options.only] if options.only else servers:
-        name, arguments, environment = servers[kind]
-        started = time.monotonic()
-        with server(model, [*server_args.split(), *arguments], environment) as url:
-            print(f"{name}: up after {time.monotonic() - started:.0f} s", flush=True)
-            if kind == "blend":
-                warm(url, model, corpus)
-            sent = [prompt if kind == "blend" else prompt.replace(SEPARATOR, "") for prompt in prompts]
-            loads = {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
-            loads = {"one by one": ["--max-concurrency", "1"]} | loads | {"all at once": []}
-            for load, limits in loads.items():
+    loads = {"one by one": ["--max-concurrency", "1"]}
+    loads |= {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
+    loads |= {"all at once": []}
+    with ExitStack() as stack:
+        kinds = [options.only] if options.only else list(servers)
+        up = {
+            kind: stack.enter_context(server(model, [*server_args.split(), *arguments], environment))
+            for kind in kinds
+            for _, arguments, environment in [servers[kind]]
+        }
+        urls = {kind: wait_for(kind, process) for kind, process in up.items()}
+        if "blend" in urls:
+            warm(urls["blend"], model, corpus)
+        for load, limits in loads.items():
+            for kind, url in urls.items():
+                name = servers[kind][0]
+                sent = [p if kind == "blend" else p.replace(SEPARATOR, "") for p in prompts]
                 reset_prefix_cache(url)
+                clock = sm_clock()
                 found = run_client(url, model, sent, limits, options.output_tokens)
-                print(f"{name}, {load}: {found['duration']:.0f} s", flush=True)
+                clocks = f", SM clock {clock} and {sm_clock()} MHz" if clock else ""
+                print(f"{name}, {load}: {found['duration']:.0f} s{clocks}", flush=True)
+                if options.metrics is not None:
+                    text = get(f"{url}/metrics")
+                    (options.metrics / f"{kind}-{load.split('/')[0].replace(' ', '-')}").write_text(
+                        text
+                    )
                 num_tokens = found["total_input_tokens"] / options.requests
                 figures = {
                     "ttft_p50_ms": found["median_ttft_ms"],
@@ -189,9 +207,18 @@ def trace(corpus: list[str], count: int, chunks: int) -> list[str]:
     return prompts
 
 
+@dataclass
+class Server:
+    """A server's process, its address and its log."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: IO[bytes]
+
+
 @contextmanager
-def server(model: str, arguments: list[str], environment: dict[str, str]) -> Iterator[str]:
-    """An OpenAI server, up while it lasts; yields its address."""
+def server(model: str, arguments: list[str], environment: dict[str, str]) -> Iterator[Server]:
+    """Starts an OpenAI server; it ends with the context."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -207,17 +234,24 @@ def server(model: str, arguments: list[str], environment: dict[str, str]) -> Ite
     }
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        url = f"http://127.0.0.1:{port}"
         try:
-            while process.poll() is None and not responds(f"{url}/health"):
-                time.sleep(1)
-            if process.poll() is not None:
-                log.seek(0)
-                raise RuntimeError(f"the server ended: {log.read()[-3000:].decode(errors='replace')}")
-            yield url
+            yield Server(process, f"http://127.0.0.1:{port}", log)
         finally:
             process.terminate()
             process.wait(60)
+
+
+def wait_for(name: str, server: Server) -> str:
+    """The server's address, once it is up."""
+    started = time.monotonic()
+    while server.process.poll() is None and not responds(f"{server.url}/health"):
+        time.sleep(1)
+    if server.process.poll() is not None:
+        server.log.seek(0)
+        text = server.log.read()[-3000:].decode(errors="replace")
+        raise RuntimeError(f"the server {name} ended: {text}")
+    print(f"{name}: up after {time.monotonic() - started:.0f} s", flush=True)
+    return server.url
 
 
 def responds(url: str) -> bool:
@@ -234,6 +268,12 @@ def post(url: str, body: dict[str, Any] | None = None) -> Any:
     with urllib.request.urlopen(request, timeout=600) as answer:
         text = answer.read()
     return json.loads(text) if text else None
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        text: bytes = answer.read()
+    return text.decode()
 
 
 def reset_prefix_cache(url: str) -> None:

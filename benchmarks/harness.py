@@ -70,6 +70,18 @@ def hardware() -> str:
     )
 
 
+def sm_clock() -> int | None:
+    """MHz of the first GPU's multiprocessors now: a hot GPU lowers it. None without a GPU."""
+    from vllm.third_party import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    clock = pynvml.nvmlDeviceGetClockInfo(pynvml.nvmlDeviceGetHandleByIndex(0), pynvml.NVML_CLOCK_SM)
+    return int(clock)
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A Markdown table, ready for docs/benchmarks.md."""
     print("| " + " | ".join(header) + " |")

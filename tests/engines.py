@@ -208,6 +208,8 @@ def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
         skip_tokenizer_init=not (folder / "tokenizer.json").exists(),
         disable_log_stats=True,
     )
+    if torch.cuda.is_available():
+        settings |= dict(kv_cache_memory_bytes=1 << 30)  # not what other tests' engines leave
     llm = LLM(model=str(folder), **(settings | options))
     engine = Engine(llm, folder)
     try:

@@ -2,7 +2,7 @@
 bf16 and fp32.
 
 Kernels add up in orders of their own, so equal results differ by rounding. What that is worth is
-measured by the engine itself: the same prompt in one step and in windows of several sizes.
+measured on vLLM's own path: its distance from the same weights in fp64.
 """
 
 from __future__ import annotations
@@ -95,23 +95,17 @@ def full(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def rounding(engine: Engine, prompt: list[int], stock: torch.Tensor) -> float:
-    """Relative error that rounding alone makes: other tile sizes add up in another order.
+def rounding(smollm2: Path, prompt: list[int], stock: torch.Tensor) -> float:
+    """Relative error that rounding alone makes: of vLLM's own path, to the same weights in fp64."""
+    from transformers import AutoModelForCausalLM
 
-    One other order may happen to round alike, so it is the largest error of several.
-    """
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    before = scheduler.max_num_scheduled_tokens
-    errors = []
-    try:
-        for window in (33, 48, 64, 100, 150):
-            scheduler.max_num_scheduled_tokens = window
-            errors.append(relative_error(engine.run(prompt, max_tokens=1)[1][-1:], stock))
-    finally:
-        scheduler.max_num_scheduled_tokens = before
-    print("rounding alone:", " ".join(f"{error:.2e}" for error in errors))
-    assert 0 < max(errors) < 0.1
-    return max(errors)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64).to(stock.device)
+    with torch.inference_mode():
+        exact = model(torch.tensor([prompt], device=stock.device)).logits[:, -1]
+    error = relative_error(stock, exact)
+    print(f"rounding alone: {error:.2e}")
+    assert 0 < error < 0.1
+    return error
 
 
 def test_collecting_does_not_change_the_answer(
@@ -247,6 +241,38 @@ def test_graphs_replay_what_the_layers_compute(
     layer_by_layer = [logits(old_kvs, ratio) for ratio in ratios]
     for one, other in zip(replayed, layer_by_layer, strict=True):
         assert relative_error(one, other) < 3 * rounding
+
+
+def test_graphs_captured_ahead_serve_every_step(
+    engine: Engine,
+    chunks: list[list[int]],
+    prompt: list[int],
+    question: list[int],
+    rounding: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a server: captures at the first blend, none later."""
+    if engine.model.graphs is None:
+        pytest.skip("this engine runs layer by layer")
+    from vllm_blend.models.graph import MAX_ROWS, ROW_STEP, AfterCheckGraphs
+
+    old_kvs = [[t.cpu().pin_memory() for t in pair] for pair in engine.stored(chunks)]
+
+    def logits(ratio: float) -> torch.Tensor:
+        with engine.blending(old_kvs, len(question), recomp_ratio=ratio):
+            return engine.run(prompt, max_tokens=1)[1]
+
+    ratios = (0.0, 0.16, 0.6)
+    graphs = AfterCheckGraphs(engine.model.layers, MAX_ROWS, 16, ahead=True)
+    monkeypatch.setattr(engine.model, "graphs", graphs)
+    replayed = [logits(ratios[0])]
+    num_graphs = len(graphs)
+    assert num_graphs == 2 * MAX_ROWS // ROW_STEP
+    replayed += [logits(ratio) for ratio in ratios[1:]]
+    assert len(graphs) == num_graphs
+    monkeypatch.setattr(engine.model, "graphs", None)
+    for ratio, found in zip(ratios, replayed, strict=True):
+        assert relative_error(found, logits(ratio)) < 3 * rounding
 
 
 def test_windows_of_a_chunked_prefill(

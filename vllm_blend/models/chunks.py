@@ -77,7 +77,7 @@ class ChunkKV:
             # vLLM may hand the plan over again after a preemption: it starts anew
             kv, plan.kv = StoredKV(tuple(plan.kv)), []
             if self.tiers is None or plan.chunk is None or not self.tiers.put(plan.key, plan.chunk, kv):
-                kv = StoredKV(tuple((_to_host(k), _to_host(v)) for k, v in kv.layers))
+                kv = _to_host(kv)
             self._chunks[plan.key] = kv
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
@@ -104,6 +104,15 @@ class ChunkKV:
         return None if news == News() else news
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _to_host(kv: StoredKV) -> StoredKV:
     """The same in host memory; what comes from a GPU is pinned, so that it goes back without a wait."""
-    return tensor.cpu().pin_memory() if tensor.is_cuda else tensor
+    if not kv.layers[0][0].is_cuda:
+        return kv
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    layers = tuple((copied(k), copied(v)) for k, v in kv.layers)
+    torch.cuda.current_stream().synchronize()
+    return StoredKV(layers)

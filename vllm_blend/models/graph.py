@@ -1,10 +1,11 @@
 """The layers after the check as CUDA graphs.
 
 Run one by one, a layer of some hundred rows takes the host longer to launch than the GPU to compute.
-So the layers from the last check to the last but one are captured once for each padded number of rows:
-a step then copies its rows and where they stand into fixed tensors, and launches one graph. Beside the
-layers, the graph has a branch that writes stored KV to the paged cache, layer by layer, from wherever
-it lies: GPU memory or pinned host memory.
+So the layers from the last check to the last but one are captured once for each padded number of rows
+and requests (by a server all at once, at its first blend, which is the start-up check's): a step then
+copies its rows and where they stand into fixed tensors, and launches one graph. Beside the layers, the
+graph has a branch that writes stored KV to the paged cache, layer by layer, from wherever it lies: GPU
+memory or pinned host memory.
 
 Other steps run layer by layer (``loop.py``): those of more than MAX_ROWS rows, which a GPU takes longer
 to compute than the host to launch, and those that cannot be replayed: collecting, KV that is still
@@ -14,8 +15,9 @@ being loaded or lies in pageable memory, layers with other slots than the rest.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ ROW_STEP = 128
 
 MAX_ROWS = 2048
 """Steps of more rows keep the GPU busy without a graph."""
+
+REQ_STEPS = (8, 64, 256)
+"""Requests are padded to the next of these, or to the most there can be: an empty one costs little."""
 
 MAX_SEGMENTS = 256
 MAX_GRAPHS = 64
@@ -90,11 +95,15 @@ class AfterCheckGraphs:
         layers: the model's decoder layers.
         max_num_tokens: most rows of a step.
         max_num_reqs: most requests of a step.
+        ahead: capture every number of rows at the first run, so that no later request waits for it.
     """
 
-    def __init__(self, layers: Any, max_num_tokens: int, max_num_reqs: int) -> None:
+    def __init__(self, layers: Any, max_num_tokens: int, max_num_reqs: int, ahead: bool) -> None:
         self._layers = layers
-        self._max_num_tokens, self._max_num_reqs = max_num_tokens, max_num_reqs
+        self._max_num_tokens = max_num_tokens
+        max_reqs = max(REQ_STEPS[0], max_num_reqs)
+        self._req_steps = [*(n for n in REQ_STEPS if n < max_reqs), max_reqs]
+        self._ahead = ahead
         self._max_rows = MAX_ROWS
         self._inputs: Inputs | None = None
         self._graphs: OrderedDict[Shape, torch.cuda.CUDAGraph] = OrderedDict()
@@ -136,21 +145,24 @@ class AfterCheckGraphs:
         inputs, num_rows, num_reqs = self._inputs, frame.rows.numel(), len(metadata.block_table)
         shape = Shape(
             plan.layers,
-            -(-num_rows // ROW_STEP) * ROW_STEP,
-            1 << (num_reqs - 1).bit_length(),
+            _padded(num_rows),
+            next(n for n in self._req_steps if num_reqs <= n),
             ALL_PROGRAMS if all(s.on_gpu for s in plan.segments) else HOST_PROGRAMS,
             attn.kv_cache.data_ptr(),
         )
+        if self._ahead:
+            self._ahead = False
+            self._capture_ahead(inputs, shape, metadata, frame.kept_context())
         self._fill_stored(inputs, plan)
         self._fill_rows(inputs, shape, frame, attn, metadata, hidden, residual)
         if shape in self._graphs:
             self._graphs.move_to_end(shape)
             self._graphs[shape].replay()
         else:
-            # this time as they are, which also compiles the kernels that the capture will meet
             context = frame.kept_context()
             self._run_layers(inputs, shape, metadata, context)
-            self._capture(inputs, shape, metadata, context)
+            if self._capture(inputs, shape, metadata, context):
+                logger.info("vllm_blend: captured %s", shape)
         self._hold(plan)
         frame.all_fused()
         return inputs.hidden[:num_rows], inputs.residual[:num_rows]
@@ -194,7 +206,30 @@ class AfterCheckGraphs:
         inputs.hidden[rows].copy_(hidden)
         inputs.residual[rows].copy_(residual)
 
-    def _capture(self, inputs: Inputs, shape: Shape, metadata: Any, context: ForwardContext) -> None:
+    def _capture_ahead(
+        self, inputs: Inputs, shape: Shape, metadata: Any, context: ForwardContext
+    ) -> None:
+        """Captures ``shape`` at every number of rows, with few requests and with some."""
+        start = time.perf_counter()
+        inputs.slots.fill_(-1)  # nothing is written,
+        inputs.query_start_loc.zero_()  # and nothing read
+        inputs.stored.fill([], [])
+        for num_reqs in self._req_steps[:2]:
+            for num_rows in range(ROW_STEP, _padded(min(self._max_num_tokens, MAX_ROWS)) + 1, ROW_STEP):
+                other = replace(shape, num_rows=num_rows, num_reqs=num_reqs)
+                self._run_layers(inputs, other, metadata, context)
+                if not self._capture(inputs, other, metadata, context):
+                    return
+        logger.info(
+            "vllm_blend: captured %d graphs of layers %d to %d in %.1f s",
+            len(self._graphs),
+            shape.layers[0],
+            shape.layers[-1],
+            time.perf_counter() - start,
+        )
+
+    def _capture(self, inputs: Inputs, shape: Shape, metadata: Any, context: ForwardContext) -> bool:
+        """Captures the layers, which must have run once: that compiles the kernels they need."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -211,23 +246,17 @@ class AfterCheckGraphs:
                 self._max_rows,
                 error,
             )
-            return
+            return False
         self._graphs[shape] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        logger.info(
-            "vllm_blend: captured layers %d to %d for up to %d rows of up to %d requests",
-            shape.layers[0],
-            shape.layers[-1],
-            shape.num_rows,
-            shape.num_reqs,
-        )
+        return True
 
     def _make_inputs(self, hidden: torch.Tensor, metadata: Any) -> Inputs:
         def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=hidden.device)
 
-        max_reqs = 1 << (self._max_num_reqs - 1).bit_length()
+        max_reqs = self._req_steps[-1]
         return Inputs(
             hidden=zeros(MAX_ROWS, hidden.shape[1], dtype=hidden.dtype),
             residual=zeros(MAX_ROWS, hidden.shape[1], dtype=hidden.dtype),
@@ -276,3 +305,7 @@ class AfterCheckGraphs:
             self._reading.popleft()
         event = torch.cuda.current_stream().record_event()
         self._reading.append((event, plan))
+
+
+def _padded(num_rows: int) -> int:
+    return -(-num_rows // ROW_STEP) * ROW_STEP

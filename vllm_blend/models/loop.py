@@ -225,6 +225,9 @@ def prepare_layers(model: Any, vllm_config: VllmConfig) -> str | None:
 
         scheduler = vllm_config.scheduler_config
         model.graphs = AfterCheckGraphs(
-            model.layers, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            model.layers,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            ahead=ServerSettings.of(vllm_config) is not None,
         )
     return None

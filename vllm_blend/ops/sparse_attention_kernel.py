@@ -15,6 +15,7 @@ import triton.language as tl
 from vllm_blend.ops.library import INTERPRETED
 
 LOG2E = 1.4426950408889634
+SHARES = 2  # tiles of sparse_attention_rest in a virtual request
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def _sparse_attention_kernel(
     query_start_loc,  # [num_reqs + 1]
     block_table,  # [num_reqs, max_num_blocks]
     out,  # [num_rows, num_heads, head_size]
-    prefix_lse,  # [num_heads, num_rows], natural log; only with PREFIX
+    prefix_lse,  # [num_heads, num_rows], natural log; only with PREFIX_Q
     scale_log2,  # scale * log2(e)
     num_reqs,
     num_tiles,
@@ -151,7 +152,7 @@ def _sparse_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEADS_ABREAST: tl.constexpr,
-    PREFIX: tl.constexpr,
+    PREFIX_Q: tl.constexpr,  # 0: none
     PRECISION: tl.constexpr,
 ):
     """Flash attention with the mask ``key position <= query position``.
@@ -166,8 +167,9 @@ def _sparse_attention_kernel(
     seen by some rows (the window's edge), by all rows, and again by some (between the tile's first and
     last position); only the first and the third are masked. Keys past the last position are not read.
 
-    With PREFIX, ``out`` holds each tile's attention over the keys up to its first position, and
-    ``prefix_lse`` the log of the sum of its exponentials; the kernel goes on from there.
+    With PREFIX_Q, a multiple of BLOCK_Q, ``out`` holds the attention of each PREFIX_Q rows of a request
+    over the keys up to the first one's position, and ``prefix_lse`` the log of the sum of its
+    exponentials; the kernel goes on from there.
     """
     # --- which tile ---
     pid = tl.program_id(0)
@@ -185,6 +187,7 @@ def _sparse_attention_kernel(
     request = low - 1
     first_row = tl.load(query_start_loc + request)
     last_row = tl.load(query_start_loc + request + 1)
+    request_row = first_row
     first_row += (tile - (first_row // BLOCK_Q + request)) * BLOCK_Q
     if first_row >= last_row:
         return
@@ -218,9 +221,9 @@ def _sparse_attention_kernel(
 
     out_at = row.to(tl.int64)[:, None] * out_stride_row + head[:, None] * out_stride_head
     out_at += dim[None, :]
-    if PREFIX:
-        full_begin = first + 1
-        full_end = first + 1
+    if PREFIX_Q > 0:
+        prefix_row = first_row - (first_row - request_row) % PREFIX_Q
+        full_end = tl.load(positions + prefix_row).to(tl.int32) + 1
         acc = tl.load(out + out_at, mask=lane_mask, other=0.0).to(tl.float32)
         lse = tl.load(prefix_lse + head.to(tl.int64) * lse_stride + row, mask=valid, other=0.0)
         m = lse * 1.4426950408889634
@@ -246,7 +249,7 @@ def _sparse_attention_kernel(
             )  # fmt: skip
             acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, True)
 
-    if not PREFIX:
+    if PREFIX_Q == 0:
         for start in range(full_begin, full_end, BLOCK_N):
             s = _scores(
                 q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
@@ -301,6 +304,15 @@ class VirtualRequests:
     block_q: int
 
 
+def prefix_rows(group: int) -> int:
+    """Query rows of a virtual request, where a KV head has ``group`` query heads.
+
+    Times ``group`` they make the 128 rows of scores of FlashAttention 3's tiles. More would leave more
+    keys to ``sparse_attention_rest``, fewer read the common keys more often.
+    """
+    return SHARES * rest_tiles().block_q(group)
+
+
 def virtual_requests(
     positions: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -308,13 +320,13 @@ def virtual_requests(
     *,
     group: int,
 ) -> VirtualRequests:
-    """The tiles of ``sparse_attention_rest`` as requests; does not wait for the device.
+    """Tiles of ``prefix_rows`` as requests; does not wait for the device.
 
     Args:
         group: query heads of a KV head. Others as ``sparse_attention``'s; rows that no request has may
             follow the last one.
     """
-    block_q = rest_tiles().block_q(group)
+    block_q = prefix_rows(group)
     num_rows, num_reqs = positions.shape[0], block_table.shape[0]
     tile = torch.arange(num_rows // block_q + num_reqs - 1, -1, -1, device=positions.device)
     index = torch.arange(num_reqs, device=positions.device)
@@ -366,10 +378,10 @@ def choose_tiles(query: torch.Tensor, num_kv_heads: int) -> Tiles:
 
 
 def rest_tiles() -> Tiles:
-    """Tiles of ``sparse_attention_rest``; larger ones leave more to it, but read the prefix less."""
+    """Tiles of ``sparse_attention_rest``, each a share of a virtual request."""
     if INTERPRETED:
-        return Tiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    return Tiles(block_m=128, block_n=64, num_warps=8, num_stages=2)
+        return Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    return Tiles(block_m=128 // SHARES, block_n=32, num_warps=4, num_stages=2)
 
 
 def launch(
@@ -425,7 +437,7 @@ def launch(
         BLOCK_N=tiles.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_size)),
         HEADS_ABREAST=tiles.heads_abreast,
-        PREFIX=prefix_lse is not None,
+        PREFIX_Q=0 if prefix_lse is None else prefix_rows(group),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
