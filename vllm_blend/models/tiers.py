@@ -153,10 +153,9 @@ class Tiers:
                     break
                 self._on_disk[digest] = ids
         found = []
-        for digest, ids in list(self._on_disk.items()):
+        for digest, ids in self._on_disk.items():
             if ids and min(ids) >= 0 and self._key(ChunkIds(tenant, ids, context)).digest == digest:
                 found.append(ids)
-                del self._on_disk[digest]
         return found
 
     def _key(self, chunk: ChunkIds) -> StoreKey:

@@ -9,7 +9,7 @@ Where the ratio is ``"auto"``, chunks are first looked for, and only those that 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
 LOCATE_S = 1.0
 """A request waits this long, at most, for where its chunks are."""
-FOUND_TOKENS = 1_000_000
-"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content."""
+FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
+"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -99,7 +99,8 @@ class Fetches:
         self._pending: dict[ChunkKey, ChunkIds] = {}
         self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
         self._to_locate: dict[ChunkKey, ChunkIds] = {}
-        self._below: dict[str, SequenceIndex] = {}  # by tenant; chunks that are not in memory
+        # by tenant, the last used last: chunks that are not in memory
+        self._below: OrderedDict[str, SequenceIndex] = OrderedDict()
         self._claims: dict[str, bool] = {}  # whether the tenant's chunks on disk are known
         self._to_claim: list[str] = []
         chunks.on_evict = self._evicted
@@ -150,14 +151,15 @@ class Fetches:
     def claimed(self, tenant: str, chunks: Sequence[tuple[int, ...]]) -> None:
         """A tenant's chunks on disk, most recently used first."""
         self._claims[tenant] = True
+        self._index(tenant)
         for ids in reversed(chunks):
             self._note(chunk_key(tenant, ids), tenant, ids)
 
     def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[tuple[int, ...]]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
-        index = self._below.get(tenant)
-        if index is None:
+        if tenant not in self._below:
             return []
+        index = self._index(tenant)
         found = {run.key: index.tokens(run.key) for run in index.find(token_ids, min_tokens)}
         return [ids for ids in found.values() if self._chunks.get(tenant, ids) is None]
 
@@ -165,8 +167,19 @@ class Fetches:
         self._note(key, chunk.tenant, chunk.token_ids)
 
     def _note(self, key: ChunkKey, tenant: str, token_ids: Sequence[int]) -> None:
+        self._index(tenant).add(key, token_ids)
+
+    def _index(self, tenant: str) -> SequenceIndex:
+        """A tenant's chunks that are not in memory; those of tenants that were not seen for long go."""
         index = self._below.setdefault(tenant, SequenceIndex(FOUND_TOKENS))
-        index.add(key, token_ids)
+        self._below.move_to_end(tenant)
+        while len(self._below) > 1 and (
+            len(self._below) > FOUND_TENANTS
+            or sum(one.num_tokens for one in self._below.values()) > 2 * FOUND_TOKENS
+        ):
+            gone, _ = self._below.popitem(last=False)
+            self._claims.pop(gone, None)  # if it comes back, its chunks on disk are looked for again
+        return index
 
     def learn(self, loads: dict[str, tuple[float, float]]) -> None:
         """How long loads take, by tier: seconds, and seconds a byte."""
