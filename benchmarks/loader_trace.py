@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from vllm_blend.core import LayerKV, StoredKV
-from vllm_blend.store import ChunkKey, DiskTier
-from vllm_blend.store.record import Layout
+from vllm_blend.store import ChunkKey, DiskTier, load
+from vllm_blend.store.record import Layout, checksum
 from vllm_blend.store.tier import Source
 
 
@@ -49,7 +50,8 @@ class Trace:
             self._base.record()
             torch.cuda.synchronize()
         self.start, tier.trace = time.perf_counter(), self
-        yield
+        with patch.object(load, "checksum", self._checksum):
+            yield
         tier.trace = None
         self.add("all", -1, -1, self.start, time.perf_counter())
         if torch.cuda.is_available():
@@ -73,6 +75,12 @@ class Trace:
         with open(path, "w") as file:
             json.dump({"title": title, "chunks": self.num_chunks, "events": events}, file)
 
+    def _checksum(self, key: ChunkKey, layer: int, *parts: memoryview) -> bytes:
+        start = time.perf_counter()
+        found = checksum(key, layer, *parts)
+        self.add("check", self.chunks[key.digest], layer, start, time.perf_counter())
+        return found
+
     def _time(self, mark: Any) -> float:
         return mark if self._base is None else self.start + self._base.elapsed_time(mark) / 1e3
 
@@ -91,31 +99,20 @@ class TracedDisk(DiskTier):
 
 
 class TracedSource:
-    """What its thread does between two reads is the check of the first."""
-
     def __init__(self, source: Source, layout: Layout, trace: Trace, chunk: int) -> None:
         self._source, self._layout, self._trace, self._chunk = source, layout, trace, chunk
-        self._last: tuple[int, float] | None = None
 
     def read(self, offset: int, into: memoryview) -> int:
-        self._checked()
         start = time.perf_counter()
         count = self._source.read(offset, into)
         end = time.perf_counter()
         if offset >= self._layout.preamble_bytes:
             layer = (offset - self._layout.preamble_bytes) // self._layout.layer_bytes
             self._trace.add("read", self._chunk, layer, start, end)
-            self._last = layer, end
         return count
 
     def close(self) -> None:
-        self._checked()
         self._source.close()
-
-    def _checked(self) -> None:
-        if self._last is not None:
-            self._trace.add("check", self._chunk, *self._last, time.perf_counter())
-            self._last = None
 
 
 class WatchedLayers(Sequence[LayerKV]):
@@ -187,7 +184,7 @@ def draw(source: str, target: str) -> None:
         row = {"compute": 0, "wait": 1}.get(kind, 2 + chunk)
         axes.broken_barh(
             [(1e3 * start, 1e3 * (stop - start))],
-            (row - 0.4, 0.8),
+            (row + (0.15 if kind == "check" else -0.4), 0.3 if kind == "check" else 0.8),
             facecolor=COLORS[kind],
             alpha=1.0 if layer % 2 else 0.7,
             linewidth=0,
