@@ -281,9 +281,8 @@ def run(bench: Bench, folder: str, options: argparse.Namespace, timeline: str | 
         tier.direct = True
         trace = loader.traced(sets - 1, options.ratio)
         if timeline:
-            trace.save(
-                timeline, f"{options.shape}, {options.tokens} tokens; {hardware().split(',')[0]}"
-            )
+            what = f"{options.shape}, {options.tokens} tokens, {options.ratio:.0%} recomputed"
+            trace.save(timeline, f"{what}; {hardware().split(',')[0]}; disk: {where.split(';')[0]}")
         rejected = {name: n for name, n in store.stats().items() if name.startswith("rejected")}
         assert not rejected, rejected
     return result | {"disk": where, "bytes": loader.num_bytes, "write_s": loader.write_s}

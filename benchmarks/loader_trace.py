@@ -192,6 +192,7 @@ def draw(source: str, target: str) -> None:
     axes.axvline(1e3 * end, color="black", linewidth=1)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.set_xlabel("ms from the request; the line: first token")
     axes.set_title(trace["title"], fontsize=10)
     axes.legend(
