@@ -102,18 +102,12 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     loads |= {"all at once": []}
     with ExitStack() as stack:
         kinds = [options.only] if options.only else list(servers)
-        up = {
-            kind: stack.enter_context(
-                server(
-                    model,
-                    [*server_args.split(), *arguments],
-                    environment,
-                    log_of(kind, options.metrics),
-                )
-            )
-            for kind in kinds
-            for _, arguments, environment in [servers[kind]]
-        }
+        up = {}
+        for kind in kinds:
+            _, arguments, environment = servers[kind]
+            log = log_of(kind, options.metrics)
+            started = server(model, [*server_args.split(), *arguments], environment, log)
+            up[kind] = stack.enter_context(started)
         urls = {kind: wait_for(kind, process) for kind, process in up.items()}
         if "blend" in urls:
             warm(urls["blend"], model, corpus)
