@@ -44,8 +44,8 @@ class Summary:
         recovered: share of full reuse's KL that is gone; None without full reuse on the same examples.
         top1: share of those tokens with full prefill's first choice.
         same: share of answers that are full prefill's, token for token.
-        ttft: median, seconds.
-        speedup: median of full prefill's TTFT over this one's.
+        ttft: median, seconds; None if any was not measured.
+        speedup: median of full prefill's TTFT over this one's; None likewise.
     """
 
     task: str
@@ -57,8 +57,8 @@ class Summary:
     recovered: float | None
     top1: float | None
     same: float | None
-    ttft: float
-    speedup: float
+    ttft: float | None
+    speedup: float | None
 
 
 def summarize(results: Sequence[Result]) -> list[Summary]:
@@ -91,6 +91,8 @@ def _summary(
     reused = [reuse[e].kl or 0.0 for e in rows if e in reuse]
     if kl and len(reused) == len(kl) and sum(reused) > 0:
         recovered = 1 - sum(kl) / sum(reused)
+    ttft = [r.ttft for r in rows.values() if r.ttft]
+    speedups = [t / r.ttft for e, r in rows.items() if (t := full[e].ttft) and r.ttft]
     return Summary(
         task=task,
         method=method,
@@ -101,6 +103,6 @@ def _summary(
         recovered=recovered,
         top1=sum(top1) / len(top1) if top1 else None,
         same=sum(same) / len(same) if same else None,
-        ttft=median(r.ttft for r in rows.values()),
-        speedup=median(full[e].ttft / r.ttft for e, r in rows.items()),
+        ttft=median(ttft) if len(ttft) == len(rows) else None,
+        speedup=median(speedups) if len(speedups) == len(rows) else None,
     )

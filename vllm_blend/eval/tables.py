@@ -55,8 +55,8 @@ def row(summary: Summary) -> list[str]:
         percent(summary.recovered),
         percent(summary.top1),
         percent(summary.same),
-        f"{summary.ttft:.2f} s",
-        f"{summary.speedup:.2f}x",
+        "-" if summary.ttft is None else f"{summary.ttft:.2f} s",
+        "-" if summary.speedup is None else f"{summary.speedup:.2f}x",
     ]
 
 
