@@ -273,3 +273,9 @@ def read_results(folder: Path) -> list[Result]:
         path.write_text(text)
     rows: list[Any] = [json.loads(line) for line in text.splitlines()]
     return [Result(**row) for row in rows]
+
+
+def model_of(folder: Path) -> str | None:
+    """The model that a folder's results are of; None if it does not say."""
+    path = folder / RUN
+    return Protocol(**json.loads(path.read_text())).model if path.exists() else None

@@ -24,12 +24,36 @@ class Mean:
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Mean:
     """The mean of ``values`` and its interval; NaN where there are none."""
-    data = np.asarray(values, dtype=float)
-    if not data.size:
-        return Mean(float("nan"), float("nan"), float("nan"))
-    draws = np.random.default_rng(seed).integers(0, data.size, (RESAMPLES, data.size))
-    low, high = np.percentile(data[draws].mean(axis=1), [2.5, 97.5])
-    return Mean(float(data.mean()), float(low), float(high))
+    return bootstrap_over([values], seed)
+
+
+def bootstrap_over(groups: Sequence[Sequence[float]], seed: int = 0) -> Mean:
+    """The mean of the groups' means: each group counts the same, and is drawn for itself."""
+    random = np.random.default_rng(seed)
+    found = [_means(np.asarray(values, dtype=float), random) for values in groups]
+    mean, drawn = (np.mean([f[i] for f in found], axis=0) for i in range(2))
+    return _interval(float(mean), drawn)
+
+
+def bootstrap_gone(left: Sequence[float], whole: Sequence[float], seed: int = 0) -> Mean:
+    """The share of ``whole``'s sum that ``left``'s does not have; pairs are drawn together."""
+    pairs = np.stack([np.asarray(left, dtype=float), np.asarray(whole, dtype=float)], axis=1)
+    (one, other), drawn = _means(pairs, np.random.default_rng(seed))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval(float(1 - np.divide(one, other)), 1 - drawn[:, 0] / drawn[:, 1])
+
+
+def _means(data: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over the first dimension, and those of ``RESAMPLES`` draws."""
+    if not len(data):
+        return np.full(data.shape[1:], np.nan), np.full((RESAMPLES, *data.shape[1:]), np.nan)
+    draws = random.integers(0, len(data), (RESAMPLES, len(data)))
+    return data.mean(axis=0), data[draws].mean(axis=1)
+
+
+def _interval(value: float, drawn: np.ndarray) -> Mean:
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Mean(value, float(low), float(high))
 
 
 @dataclass(frozen=True)
