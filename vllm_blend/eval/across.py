@@ -66,9 +66,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def common(run: Run, columns: Sequence[Column]) -> list[list[float]]:
-    """Each column's values on the examples that all columns have, in one order."""
+    """Each column's values on the examples that all columns have."""
     found = [column(run) for column in columns]
-    keys = sorted(set.intersection(*(set(values) for values in found)))
+    keys = [key for key in found[0] if all(key in values for values in found)]
     return [[values[key] for key in keys] for values in found]
 
 

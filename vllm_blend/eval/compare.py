@@ -32,7 +32,7 @@ def difference(
         The number of examples, and the mean with its interval; KL below 0: ``one`` is nearer.
     """
     found = differences(one, two, what, Run("", "", results))
-    return len(found), bootstrap([found[example] for example in sorted(found)])
+    return len(found), bootstrap(list(found.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

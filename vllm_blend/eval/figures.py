@@ -128,6 +128,7 @@ def kl_of_runs(runs: Sequence[Run], policies: Sequence[str], path: Path) -> None
         axes.set(ylim=(0, None))
         axes.set_title(run.label, fontsize=8)
         axes.tick_params(labelsize=8)
+        axes.locator_params(nbins=4)
     grid[0][0].legend(fontsize=8)
     figure.supxlabel("recompute ratio", fontsize=9)
     figure.supylabel("KL to full prefill", fontsize=9)

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_blend.eval.runner import Result
 
-RESAMPLES = 2000
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
