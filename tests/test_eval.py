@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from vllm_blend.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, sum
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tables import HEADER, grid, markdown
 from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.worst import main as worst_main
 from vllm_blend.eval.worst import worst
 from vllm_blend.settings import BlendSettings
 
@@ -221,7 +223,7 @@ def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_an_interval_over_groups_and_of_a_share() -> None:
     """A small group moves the mean as much as a large one; pairs are not torn apart."""
     draw = np.random.default_rng(5)
-    small, large = draw.normal(0, 1, 25).tolist(), draw.normal(3, 1, 2500).tolist()
+    small, large = draw.normal(0, 1, 25).tolist(), draw.normal(3, 1, 400).tolist()
     mean = bootstrap_over([small, large])
     assert mean.value == pytest.approx((np.mean(small) + np.mean(large)) / 2)
     assert mean.high - mean.low == pytest.approx(4 * (1 / 5) / 2, rel=0.3)
@@ -230,6 +232,21 @@ def test_an_interval_over_groups_and_of_a_share() -> None:
     assert share.value == pytest.approx(0.75) and share.high - share.low < 1e-9
     noisy = bootstrap_gone((whole / 4 + draw.normal(0, 1, 50)).tolist(), whole.tolist())
     assert noisy.low < 0.75 < noisy.high and noisy.high - noisy.low < 0.3
+
+
+def test_the_worst_of_several_runs_keep_to_their_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = runs_of(tmp_path)  # both models have the same examples
+    worst_main([*map(str, folders), "--count", "3"])
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    assert len(blocks) == 3
+    for block in blocks:
+        name, _, rest = block.partition(", ")
+        assert name.startswith("small-")  # its KL is higher
+        (hkvd,) = re.findall(r"hkvd@0\.16 +KL ([\d.]+)", rest)
+        (reuse,) = re.findall(r"reuse +KL ([\d.]+)", rest)
+        assert float(hkvd) == pytest.approx(0.2 * float(reuse), abs=1e-3) and float(reuse) > 1
 
 
 def test_synthetic_examples_need_more_than_one_chunk() -> None:
