@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import hardware, print_table
+from raw_disk import device_rate, drop_page_cache
 
 from vllm_blend.core import KVShape, StoredKV
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
@@ -96,27 +96,11 @@ def chunk(num_tokens: int, seed: int) -> tuple[ChunkKey, StoredKV]:
     return key, StoredKV(tuple((pair[0], pair[1]) for pair in pairs))
 
 
-def drop_page_cache(folder: str) -> None:
-    """Makes the next read come from the device."""
-    os.sync()
-    for path in Path(folder).rglob("*.safetensors"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def records(folder: str) -> list[Path]:
+    return list(Path(folder).rglob("*.safetensors"))
 
 
-def device_read(folder: str) -> float:
-    """GB/s of reading the same files with nothing else done: the loader's ceiling."""
-    drop_page_cache(folder)
-    buffer = bytearray(4 << 20)
-    start, total = time.perf_counter(), 0
-    for path in Path(folder).rglob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                total += count
-    return total / (time.perf_counter() - start) / 1e9
-
-
-def bench_tier(tier: Tier, folder: str | None, num_tokens: int, count: int) -> list[Any]:
+def bench_tier(name: str, tier: Tier, folder: str | None, num_tokens: int, count: int) -> list[Any]:
     """GB/s of writes, and of loads one after the other and all at once; latency of one layer."""
     chunks = [chunk(num_tokens, seed) for seed in range(count)]
     num_bytes = Layout.of(chunks[0][0]).payload_bytes
@@ -133,7 +117,7 @@ def bench_tier(tier: Tier, folder: str | None, num_tokens: int, count: int) -> l
             for key, _ in chunks:
                 store.discard(key)
             if folder is not None:
-                drop_page_cache(folder)
+                drop_page_cache(records(folder))
 
         forget()
         start = time.perf_counter()
@@ -153,7 +137,7 @@ def bench_tier(tier: Tier, folder: str | None, num_tokens: int, count: int) -> l
         hit_us = best(lambda: store.get(chunks[0][0]), 1000) * 1e6
     total = count * num_bytes / 1e9
     rates = [f"{total / seconds:.2f}" for seconds in (write_s, one_s, all_s)]
-    return [tier.name, *rates, f"{first_ms:.1f}", f"{put_us:.0f}", f"{hit_us:.0f}"]
+    return [name, *rates, f"{first_ms:.1f}", f"{put_us:.0f}", f"{hit_us:.0f}"]
 
 
 def bench_parts(num_tokens: int) -> dict[str, float]:
@@ -189,19 +173,23 @@ def main() -> None:
     for name, values in results.items():
         print_table([name, ""], list(values.items()))
     rows = []
-    with tempfile.TemporaryDirectory(prefix="chunks-", dir=arguments.folder) as folder:
-        rows.append(bench_tier(DiskTier(folder, 1 << 40), folder, arguments.tokens, arguments.count))
-        results["device read GB/s"] = round(device_read(folder), 2)
+    for direct in (True, False):
+        with tempfile.TemporaryDirectory(prefix="chunks-", dir=arguments.folder) as folder:
+            tier: Tier = DiskTier(folder, 1 << 40, direct=direct)
+            name = "disk" if direct else "disk, page cache"
+            rows.append(bench_tier(name, tier, folder, arguments.tokens, arguments.count))
+            drop_page_cache(records(folder))
+            results[f"device read GB/s, {name}"] = round(device_rate(records(folder), 16), 2)
     if arguments.redis:
         from vllm_blend.store import RedisTier
 
         tier = RedisTier(arguments.redis, 1 << 40, prefix="bench")
-        rows.append(bench_tier(tier, None, arguments.tokens, arguments.count))
+        rows.append(bench_tier("redis", tier, None, arguments.tokens, arguments.count))
     size_mb = Layout.of(chunk(arguments.tokens, 0)[0]).num_bytes / 1e6
     print(f"{arguments.count} chunks of {arguments.tokens} tokens, {size_mb:.0f} MB each")
     header = ["tier", "write GB/s", "get GB/s", "get_many GB/s", "first layer ms", "put us", "hit us"]
     print_table(header, rows)
-    print(f"the disk alone: {results['device read GB/s']} GB/s")
+    print(f"the disk alone: {results['device read GB/s, disk']} GB/s")
     results["tiers"] = [dict(zip(header, row, strict=True)) for row in rows]
     print(json.dumps(results))
 

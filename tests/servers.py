@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -129,3 +129,41 @@ class ProxyHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Says nothing."""
+
+
+class SlowLine:
+    """Passes bytes on to a server of this machine, those that come back at ``bytes_per_s``."""
+
+    def __init__(self, port: int) -> None:
+        self.bytes_per_s = 1e12
+        self._to = port
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._socket.getsockname()[1])
+        self._line = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._socket.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+            except OSError:
+                return
+            for source, target, slow in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._pass, args=(source, target, slow), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if slow:
+                    with self._line:  # all connections share it
+                        time.sleep(len(data) / self.bytes_per_s)
+                target.sendall(data)
+        except OSError:
+            pass
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -75,6 +75,10 @@ class StoredKV:
     def num_bytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self.described)
 
+    def has(self, layer: int) -> bool:
+        """Whether ``layers[layer]`` is there without a wait."""
+        return layer < getattr(self.layers, "arrived", len(self.layers))
+
     def addresses(self, start: int) -> torch.Tensor | None:
         """Where a GPU finds each layer's K and V of token ``start``, ``[num_layers, 2]`` int64.
 

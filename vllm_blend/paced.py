@@ -27,6 +27,7 @@ from vllm_blend.prompt import TokenIds, text_ids
 from vllm_blend.store.controller import FLOOR, ComputeTime, Controller, Decision, Located
 from vllm_blend.store.late import ChunkLost
 from vllm_blend.store.record import Layout
+from vllm_blend.store.store import IN_MEMORY
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -101,7 +102,7 @@ class PacedOutput:
     Attributes:
         output: vLLM's.
         decision: what was loaded, at which ratio, what was expected, and why.
-        tiers: for each chunk where it was found: ``"host"``, a tier's name, or None.
+        tiers: for each chunk where it was found: ``"gpu"``, ``"host"``, a tier's name, or None.
         lost: why a load that had begun could not be finished, so that the prompt was computed in
             full; else None.
     """
@@ -178,7 +179,7 @@ class PacedBlender:
         if decision is None:
             located = [
                 Located(len(one), 0, None)
-                if tier == "host"
+                if tier in IN_MEMORY
                 else Located(len(one), Layout.of(key).num_bytes, tier)
                 for one, key, tier in zip(ids, keys, tiers, strict=True)
             ]

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,25 @@ import httpx
 import openai
 import pytest
 from servers import RedisServer, free_port, redis_binary
+from serving import (
+    GREEDY,
+    NAME,
+    chat,
+    connect,
+    disk,
+    reported,
+    reset_prefix_cache,
+    sample,
+    serving,
+    text_of,
+    warm,
+    xargs,
+)
 
-INPUTS = Path(__file__).parents[2] / "inputs"
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-NAME = "smollm2"
-START_SECONDS = 300
 SEPARATOR = "<|chunk|>"
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 10}
 
 pytestmark = pytest.mark.slow
-
-
-def sample(number: int) -> tuple[list[str], str]:
-    """Three chunks of an input, and its question."""
-    values = json.loads((INPUTS / f"{number}.json").read_text())
-    return [values[str(at)] for at in range(3)], values["query"]
 
 
 @pytest.fixture(scope="module")
@@ -67,87 +71,9 @@ def url(smollm2: Path, redis: dict[str, Any], folder: Path, running: ExitStack) 
     return running.enter_context(serving(smollm2, folder, disk(folder) | redis))
 
 
-def disk(folder: Path) -> dict[str, Any]:
-    return {"disk": {"folder": str(folder / "chunks"), "budget_gb": 1, "fsync": False}}
-
-
-@contextmanager
-def serving(model: Path, folder: Path, tiers: dict[str, Any]) -> Iterator[str]:
-    """A server with a store, up while it lasts; its address."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-    config = {"vllm_blend": {"store": {"host_gb": 0.5} | tiers}}
-    command += ["--additional-config", json.dumps(config)]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"}
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}"
-            assert "Traceback" not in log.read_text(), log.read_text()[-5000:]
-        finally:
-            server.terminate()
-            server.wait(60)
-
-
-def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            if httpx.get(address, timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-5000:])
-
-
 @pytest.fixture(scope="module")
 def client(url: str) -> openai.OpenAI:
     return connect(url)
-
-
-def connect(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=300)
-
-
-def xargs(field: Any) -> dict[str, Any]:
-    return {"vllm_xargs": {"blend": field if isinstance(field, str) else json.dumps(field)}}
-
-
-def chat(client: openai.OpenAI, texts: list[str], question: str, **extra: Any) -> Any:
-    parts: Any = [{"type": "text", "text": text} for text in [*texts, question]]
-    return client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": parts}], extra_body=extra, **GREEDY
-    )
-
-
-def warm(client: openai.OpenAI, texts: list[str], question: str) -> dict[str, Any]:
-    """Asks until all chunks are known; the last answer's report."""
-    for _ in range(60):
-        report: dict[str, Any] = reported(chat(client, texts, question, **xargs({"report": True})))
-        if not report["missed_chunks"] and not report["why_not"]:
-            return report
-        time.sleep(0.5)
-    raise AssertionError(report)
-
-
-def reported(answer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = answer.model_extra["kv_transfer_params"]["blend"]
-    return found
-
-
-def text_of(answer: Any) -> str:
-    choice = answer.choices[0]
-    text: str = choice.message.content if hasattr(choice, "message") else choice.text
-    return text
-
-
-def reset_prefix_cache(url: str) -> None:
-    assert httpx.post(f"{url}/reset_prefix_cache", timeout=30).status_code == 200
 
 
 def token_ids(url: str, prompt: str) -> list[int]:

@@ -173,6 +173,25 @@ def test_what_memory_dropped_comes_back(tiny: Any, tmp_path: Path) -> None:
         assert stats["entries_in_use.host"] >= 10
 
 
+def test_chunks_that_come_back_lie_on_the_gpu(tiny: Any, written: Written) -> None:
+    """On this build the host's memory stands for the GPU's."""
+    with server(tiny, {"gpu_gb": 0.01} | disk(written.folder)) as engine:
+        for hits in (0, 3):
+            found, told = ask(engine, written, 0)
+            assert found == written.answers[0]
+            assert told["reused_tokens"] == 300
+            flush(engine)
+            assert engine.model.chunks.tiers.store.stats().get("hits.gpu", 0) == hits
+        time.sleep(1.1)
+        found, told = ask(engine, written, 0)
+        assert found == written.answers[0]
+        assert told["stored_chunks"]["gpu"] == told["stored_chunks"]["host"] == 3
+        tiers = engine.model.chunks.tiers
+        assert len(tiers._names) == 3
+        engine.model.chunks.drop(list(engine.model.chunks._chunks))
+        assert not tiers._names
+
+
 def test_a_slow_tier_is_not_waited_for(
     tiny: Any, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def test_values_make_a_store(tmp_path: Path) -> None:
         ({}, "store has no 'host_gb'"),
         ({"host_gb": -1}, "host_gb of store is -1; expected a number of GB"),
         ({"host_gb": True}, "host_gb of store is True"),
-        ({"host_gb": 1, "dsk": {}}, "unknown key 'dsk' of store; allowed: disk, host_gb"),
+        ({"host_gb": 1, "dsk": {}}, "unknown key 'dsk' of store; allowed: disk, gpu_gb, host_gb"),
         ({"host_gb": 1, "disk": "/tmp"}, "disk is '/tmp'; expected a mapping with folder"),
         ({"host_gb": 1, "disk": {"folder": "x"}}, "disk has no 'budget_gb'"),
         ({"host_gb": 1, "redis": {"budget_gb": 1}}, "redis has no 'url'"),

@@ -217,3 +217,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         DiskTier(tmp_path / "file" / "folder", BUDGET)
+
+
+def test_token_ids_of_all_records_newest_first(tmp_path: Path) -> None:
+    tier, keys = DiskTier(tmp_path, BUDGET), [make_key(i, 10 + 900 * i) for i in range(4)]
+    for key in keys:
+        tier.write(record(key))
+    tier.open(keys[0]).close()
+    tier._path(keys[1].digest).write_bytes(b"nonsense")
+    tier._path(keys[2].digest).unlink()
+    found = list(tier.token_ids())
+    assert found == [(key.digest, key.token_ids) for key in (keys[0], keys[3])]

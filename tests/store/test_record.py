@@ -14,7 +14,16 @@ from safetensors.torch import load
 
 from vllm_blend.core import KVShape
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.record import PAGE, Layout, Reason, Record, Rejected, checksum, layers_in
+from vllm_blend.store.record import (
+    PAGE,
+    Layout,
+    Reason,
+    Record,
+    Rejected,
+    checksum,
+    layers_in,
+    token_ids_in,
+)
 
 KEY = make_key()
 
@@ -119,3 +128,24 @@ def test_kv_that_does_not_fit_its_key_is_refused() -> None:
     whole = replace(MODEL, shape=replace(SHAPE, dtype=torch.int8))
     with pytest.raises(ValueError, match="cannot store KV of torch.int8; allowed"):
         Layout.of(make_key(model=whole))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 989])
+def test_token_ids_are_read_from_the_beginning_of_a_record(num_tokens: int) -> None:
+    key = make_key(3, num_tokens)
+    data = b"".join(Record.of(key, make_kv(key)).parts)
+    assert token_ids_in(data) == key.token_ids
+    assert token_ids_in(data[: Layout.of(key).preamble_bytes]) == key.token_ids
+    assert token_ids_in(data[:100]) is None
+    assert token_ids_in(b"") is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 4095), st.integers(0, 255), st.integers(0, 5000))
+def test_damage_is_no_error(at: int, byte: int, size: int) -> None:
+    key = make_key()
+    data = bytearray(b"".join(Record.of(key, make_kv(key)).parts)[:size])
+    if at < len(data):
+        data[at] ^= byte
+    ids = token_ids_in(bytes(data))
+    assert ids is None or all(isinstance(one, int) for one in ids)

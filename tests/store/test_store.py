@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from chunks import SHAPE, make_key, make_kv, same
 from tiers import FakeTier
 
 from vllm_blend.core import StoredKV
-from vllm_blend.store import ChunkLost, ChunkStore, DiskTier
+from vllm_blend.store import ChunkLost, ChunkStore, DiskTier, load
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.late import LateKV
 from vllm_blend.store.record import Layout, Record
@@ -101,6 +102,44 @@ def test_a_corrupt_layer_is_a_miss_and_the_record_is_removed(
     assert stats["misses.corrupt"] == stats["misses.absent"] == 1
     gc.collect()
     assert store.stats()["bytes.host"] == 0
+
+
+def test_a_layer_is_read_while_the_one_before_it_is_checked(
+    store: ChunkStore, tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they arrive in order, however long a check takes."""
+    place(tier, KEY)
+    asked = [threading.Event() for _ in range(LAYOUT.num_layers)]
+    stock = load.checksum
+
+    def read(offset: int) -> None:
+        if offset >= LAYOUT.preamble_bytes:
+            asked[(offset - LAYOUT.preamble_bytes) // LAYOUT.layer_bytes].set()
+
+    def checksum(key: ChunkKey, layer: int, *parts: memoryview) -> bytes:
+        assert asked[min(layer + 1, len(asked) - 1)].wait(10), "the next layer was not read"
+        if layer == 0:
+            time.sleep(0.2)
+            assert kv is None or kv.layers.arrived == 0
+        return stock(key, layer, *parts)
+
+    kv = None
+    tier.on_read = read
+    monkeypatch.setattr(load, "checksum", checksum)
+    kv = store.get(KEY, layerwise=True)
+    assert isinstance(kv, LateKV)
+    assert same(kv, make_kv(KEY))
+
+
+def test_what_comes_behind_a_corrupt_layer_does_not_arrive(store: ChunkStore, tier: FakeTier) -> None:
+    data = place(tier, KEY)
+    data[LAYOUT.offset(1)] ^= 1
+    kv = store.get(KEY, layerwise=True)
+    assert isinstance(kv, LateKV)
+    assert store.flush()
+    assert kv.layers.arrived == 1
+    assert store.stats()["rejected.fake.corrupt"] == 1
+    assert KEY.digest not in tier.records
 
 
 def test_a_layerwise_load_that_turns_out_corrupt_says_so(store: ChunkStore, tier: FakeTier) -> None:

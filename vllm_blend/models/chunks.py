@@ -36,6 +36,12 @@ class ChunkKV:
         for key, chunk in orders.fetch:
             assert self.tiers is not None
             self.tiers.fetch(key, chunk)
+        for key, chunk in orders.locate:
+            assert self.tiers is not None
+            self.tiers.locate(key, chunk)
+        for tenant, context in orders.claim:
+            assert self.tiers is not None
+            self.tiers.claim(tenant, context)
 
     def resolve(
         self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int
@@ -56,6 +62,8 @@ class ChunkKV:
                 reason = "gone" if kv is None else "short"
                 self._lost.append(Lost(request_id, span.key, computed, reason))
                 continue
+            if self.tiers is not None:
+                kv = self.tiers.nearest(span.key) or kv
             spans.append(ChunkSpan(span.start, kv.tokens(span.offset, end)))
         return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
 
@@ -76,6 +84,8 @@ class ChunkKV:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
+            if self.tiers is not None:
+                self.tiers.forget(key)
 
     def take_news(self) -> News | None:
         """What there is to tell the scheduler, but for times."""
@@ -86,6 +96,10 @@ class ChunkKV:
             fetched = self.tiers.fetched()
             self._chunks |= {key: kv for key, kv in fetched.items() if kv is not None}
             news.fetched = {key: kv is not None for key, kv in fetched.items()}
+            news.located = self.tiers.located()
+            if news.located:
+                news.loads = self.tiers.loads()
+            news.claimed = self.tiers.claimed()
             news.store = self.tiers.stats()
         return None if news == News() else news
 

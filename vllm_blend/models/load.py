@@ -17,7 +17,8 @@ class StoredLayers:
     """Stored KV of a step's requests.
 
     KV on the device is handed out as it is. KV in host memory goes through a ring of AHEAD buffers on a
-    stream of its own, beside the layers' compute; from pinned memory the host does not wait for it.
+    stream of its own, beside the layers' compute; from pinned memory the host does not wait for it. Of
+    KV that is still being loaded to host memory, only the layer that is needed is waited for.
 
     Args:
         requests: those with stored KV in this step.
@@ -38,7 +39,7 @@ class StoredLayers:
         self._clock = clock
         self._on_host = [r for r in requests if device.type == "cuda" and _on_host(r, first_layer)]
         self._num_layers = num_layers
-        self._layer = self._next = first_layer
+        self._next = first_layer
         if not self._on_host:
             return
         rows = sum(r.chunk_rows.numel() for r in self._on_host)
@@ -48,14 +49,14 @@ class StoredLayers:
         self._stream = _copy_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the buffers may be in use yet
         self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
-        self._read(first_layer + 1)
+        if self._has(first_layer):
+            self._read(first_layer, first_layer + 1)
 
     def read_ahead(self, layer: int) -> None:
         """Starts to read ``layer`` and those after it, into the buffers of layers before it."""
         if self._on_host:
-            self._layer = layer
             self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
-            self._read(layer + AHEAD)
+            self._read(layer, layer + AHEAD)
 
     def old_kv(self, request: StepRequest, layer: int) -> LayerKV:
         """K and V of the request's ``chunk_rows``; of the first layer, or one that is read ahead."""
@@ -64,6 +65,8 @@ class StoredLayers:
                 k, v = request.old_kv(layer)
                 device = request.device
                 return k.to(device), v.to(device)
+        if layer >= self._next:
+            self._read(layer, layer + 1)
         torch.cuda.current_stream(request.device).wait_event(self._ready[layer % AHEAD])
         start = 0
         for other in self._on_host:
@@ -74,10 +77,17 @@ class StoredLayers:
             start = end
         raise AssertionError("unreachable")
 
-    def _read(self, end: int) -> None:
+    def _has(self, layer: int) -> bool:
+        """Whether a layer is in host memory."""
+        return all(span.kv.has(layer) for r in self._on_host for span, _, _ in r.windows)
+
+    def _read(self, first: int, end: int) -> None:
+        """Reads ``first``, and of those behind it up to ``end`` the ones that are there."""
         end = min(end, self._num_layers)
         with torch.cuda.stream(self._stream), self._clock.stage("load"):
-            for layer in range(max(self._next, self._layer), end):
+            for layer in range(max(self._next, first), end):
+                if layer > first and not self._has(layer):
+                    return
                 row = 0
                 for request in self._on_host:
                     for span, lo, hi in request.windows:
@@ -87,7 +97,7 @@ class StoredLayers:
                             part.copy_(source[stored], non_blocking=True)
                         row += hi - lo
                 self._ready[layer % AHEAD].record(self._stream)
-        self._next = max(self._next, end)
+                self._next = layer + 1
 
 
 def _on_host(request: StepRequest, layer: int) -> bool:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core import ChunkIds, ChunkKey, KVShape, StoredKV
+from vllm_blend.server.mail import Place
 
 if TYPE_CHECKING:
     from vllm_blend.store import ChunkKey as StoreKey
@@ -18,6 +19,10 @@ logger = logging.getLogger("vllm.vllm_blend")
 FETCHES = 16
 """Chunks that are fetched at once; how many of them are read at once is the store's business."""
 STATS_S = 1.0
+CLAIMED_TOKENS = 1_000_000
+"""Of chunks on disk that are found by content, the most recently used first."""
+LOOKS = 4
+"""Chunks that are looked for at once."""
 
 
 class Tiers:
@@ -34,6 +39,12 @@ class Tiers:
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="chunk-fetch")
         self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
+        self._lookers = ThreadPoolExecutor(LOOKS, thread_name_prefix="chunk-locate")
+        self._looks: dict[ChunkKey, Future[Place]] = {}
+        self._on_disk: dict[bytes, tuple[int, ...]] | None = None  # by digest; whose, is not known
+        self._claimer = ThreadPoolExecutor(1, thread_name_prefix="chunk-claim")
+        self._claims: dict[str, Future[list[tuple[int, ...]]]] = {}
+        self._names: dict[ChunkKey, StoreKey] = {}
         self._told_at = 0.0
 
     @classmethod
@@ -52,7 +63,7 @@ class Tiers:
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
         """Keeps a chunk, from behind; False if too much waits already."""
-        store_key = self._key(chunk)
+        store_key = self._names[key] = self._key(chunk)
         if not self.store.put(store_key, kv):
             return False
         self._puts[key] = store_key, kv
@@ -69,15 +80,50 @@ class Tiers:
                     found[key] = held
         return found
 
+    def nearest(self, key: ChunkKey) -> StoredKV | None:
+        """A chunk that is in memory, from the GPU's; None: it is not there, but will be next time."""
+        name = self._names.get(key)
+        return None if name is None else self.store.nearest(name)
+
+    def forget(self, key: ChunkKey) -> None:
+        """The scheduler has dropped a chunk."""
+        self._names.pop(key, None)
+
     def fetch(self, key: ChunkKey, chunk: ChunkIds) -> None:
         """Begins to bring a chunk to memory."""
         if key not in self._fetches:
-            self._fetches[key] = self._pool.submit(lambda: self.store.get(self._key(chunk)))
+            name = self._names[key] = self._key(chunk)
+            self._fetches[key] = self._pool.submit(lambda: self.store.get(name))
 
     def fetched(self) -> dict[ChunkKey, StoredKV | None]:
         """The chunks whose fetches have ended since this was last asked; None: not to be had."""
         ended = [key for key, future in self._fetches.items() if future.done()]
         return {key: self._result(self._fetches.pop(key)) for key in ended}
+
+    def locate(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        """Begins to look for a chunk."""
+        if key not in self._looks:
+            self._looks[key] = self._lookers.submit(self._locate, chunk)
+
+    def located(self) -> dict[ChunkKey, Place]:
+        """Where chunks are that were looked for, as far as it is known since this was last asked."""
+        ended = [key for key, future in self._looks.items() if future.done()]
+        return {key: self._looks.pop(key).result() for key in ended}
+
+    def claim(self, tenant: str, context: tuple[int, ...]) -> None:
+        """Begins to find out which chunks on disk are a tenant's: those whose keys it can make."""
+        if tenant not in self._claims:
+            self._claims[tenant] = self._claimer.submit(lambda: self._claim(tenant, context))
+
+    def claimed(self) -> dict[str, list[tuple[int, ...]]]:
+        """Tenants' chunks by their token ids, as far as they are known since this was last asked."""
+        ended = [tenant for tenant, future in self._claims.items() if future.done()]
+        found = {tenant: self._claims.pop(tenant) for tenant in ended}
+        return {t: [] if future.exception() else future.result() for t, future in found.items()}
+
+    def loads(self) -> dict[str, tuple[float, float]]:
+        """How long loads from each tier take: seconds, and seconds a byte."""
+        return {lane.name: lane.load_time.line() for lane in self.store.lanes}
 
     def stats(self) -> dict[str, int] | None:
         """The store's counters, once a second."""
@@ -85,6 +131,32 @@ class Tiers:
             return None
         self._told_at = time.monotonic()
         return self.store.stats()
+
+    def _locate(self, chunk: ChunkIds) -> Place:
+        from vllm_blend.store.record import Layout
+        from vllm_blend.store.store import IN_MEMORY
+
+        key = self._key(chunk)
+        try:
+            tier = self.store.locate(key)
+        except Exception as error:
+            logger.error("vllm_blend: a chunk could not be looked for: %s", error)
+            return None, 0
+        return tier, 0 if tier in IN_MEMORY else Layout.of(key).num_bytes
+
+    def _claim(self, tenant: str, context: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if self._on_disk is None:
+            self._on_disk, left = {}, CLAIMED_TOKENS
+            for digest, ids in self.store.token_ids():
+                left -= len(ids)
+                if left < 0:
+                    break
+                self._on_disk[digest] = ids
+        found = []
+        for digest, ids in self._on_disk.items():
+            if ids and min(ids) >= 0 and self._key(ChunkIds(tenant, ids, context)).digest == digest:
+                found.append(ids)
+        return found
 
     def _key(self, chunk: ChunkIds) -> StoreKey:
         return self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)

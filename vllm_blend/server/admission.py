@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core import EXTRA_ARG
 from vllm_blend.server import metrics
-from vllm_blend.server.config import CONFIG_KEY, ServerSettings
+from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
 from vllm_blend.server.wire import REPORT_KEY, SPANS_KEY, BlendRequest
 
 if TYPE_CHECKING:
@@ -36,10 +36,18 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         return
     marked = prompt.get(SPANS_KEY, ()) if isinstance(prompt, dict) else ()
     spans = tuple((start, end) for start, end in marked)
-    defaults = BlendRequest(spans=spans, auto=settings.auto, settings=settings.blend)
+    defaults = BlendRequest(
+        spans=spans,
+        auto=settings.auto,
+        settings=settings.blend,
+        paced=settings.paced,
+        floor=settings.quality_floor,
+    )
     params = request.sampling_params
     try:
         wish = BlendRequest.parse(field, defaults)
+        if wish.paced and settings.store is None:
+            raise ValueError(NO_STORE)
         if field is not None and not wish.off:
             check_can_blend(request)
         config = vllm_config.model_config.hf_text_config

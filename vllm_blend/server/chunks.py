@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
@@ -36,6 +36,9 @@ class KnownChunks:
 
     Args:
         max_tokens: of all chunks together.
+
+    Attributes:
+        on_evict: called with a chunk that is dropped for others.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -46,6 +49,7 @@ class KnownChunks:
         self._coming: dict[ChunkKey, ChunkIds] = {}
         self._pins: Counter[ChunkKey] = Counter()
         self._to_drop: list[ChunkKey] = []
+        self.on_evict: Callable[[ChunkKey, ChunkIds], None] = lambda key, chunk: None
         self._indexes: dict[str, SequenceIndex] = {}
 
     def __len__(self) -> int:
@@ -134,6 +138,7 @@ class KnownChunks:
         return chunk
 
     def _drop(self, key: ChunkKey) -> None:
+        self.on_evict(key, self._chunks[key])
         self._remove(key)
         self.num_evicted += 1
 

@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.settings import BlendSettings
+from vllm_blend.settings import BlendSettings, check_ratio
+from vllm_blend.store.controller import FLOOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONFIG_KEY = "vllm_blend"
 """The key of vLLM's ``additional_config``."""
+NO_STORE = "recomp_ratio is 'auto', and the server has no store to load from; allowed: 0 to 1"
 EXAMPLE = '{"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200}}'
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of a server, by JSON; ``BlendSettings``'s keys (``recomp_ratio`` and the rest) stand
-    beside these and are the default of every request.
+    beside these and are the default of every request. With a store, ``recomp_ratio`` may be ``"auto"``
+    (``paced``): then it is decided for each request which chunks to load and how much to recompute.
 
     Args:
         auto: reuse known chunks in every prompt, wherever they stand, without a word of the client.
@@ -33,6 +36,8 @@ class ServerSettings:
         ram_gb: memory for chunks' KV, in GiB.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers from behind, and are found there again.
+        quality_floor: the least ratio where ``recomp_ratio`` is ``"auto"``: below it this model's
+            answers suffer.
         background_share: share of the computed tokens that may go to chunks that were missed, while
             requests are waiting or running; an idle engine computes them at once.
         log_requests: one INFO line a request: what was blended, or why not.
@@ -49,9 +54,11 @@ class ServerSettings:
     min_chunk_tokens: int = 16
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
+    quality_floor: float = FLOOR
     background_share: float = 0.2
     log_requests: bool = True
     blend: BlendSettings = field(default_factory=BlendSettings)
+    paced: bool = False
 
     def __post_init__(self) -> None:
         for name in ("auto", "parts", "log_requests"):
@@ -68,6 +75,7 @@ class ServerSettings:
             if not isinstance(self.store, Mapping):
                 raise ValueError(f"store is {self.store!r}; expected an object, e.g. {EXAMPLE}")
             _check_number("host_gb of store", self.store.get("host_gb"), float, 0)
+        object.__setattr__(self, "quality_floor", check_ratio("quality_floor", self.quality_floor))
         _check_number("background_share", self.background_share, float, 0)
 
     @property
@@ -80,7 +88,7 @@ class ServerSettings:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:
         """Settings from JSON values; an unknown key is refused by name."""
-        own = {f.name for f in fields(cls)} - {"blend"}
+        own = {f.name for f in fields(cls)} - {"blend", "paced"}
         theirs = {f.name for f in fields(BlendSettings)}
         if unknown := sorted(set(values) - own - theirs):
             raise ValueError(
@@ -89,8 +97,12 @@ class ServerSettings:
             )
         if {"store", "ram_gb"} <= set(values):
             raise ValueError("ram_gb and store are both set; store's host_gb takes the place of ram_gb")
-        blend = BlendSettings.from_mapping({k: v for k, v in values.items() if k in theirs})
-        return cls(blend=blend, **{k: v for k, v in values.items() if k in own})
+        others = {k: v for k, v in values.items() if k in own}
+        floor = cls(**others).quality_floor
+        theirs_given, paced = split_ratio({k: v for k, v in values.items() if k in theirs}, floor)
+        if paced and values.get("store") is None:
+            raise ValueError(NO_STORE)
+        return cls(blend=BlendSettings.from_mapping(theirs_given), paced=paced, **others)
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> ServerSettings | None:
@@ -104,6 +116,15 @@ class ServerSettings:
                 f"additional_config[{CONFIG_KEY!r}] is {values!r}; expected an object, e.g. {{}}"
             )
         return cls.from_mapping(values)
+
+
+def split_ratio(values: Mapping[str, Any], floor: float) -> tuple[dict[str, Any], bool]:
+    """Values of ``BlendSettings`` in which ``recomp_ratio`` may be ``"auto"``; and whether it was."""
+    if values.get("recomp_ratio") != "auto":
+        return dict(values), False
+    if values.get("recomp_ratios") is not None:
+        raise ValueError("recomp_ratio is 'auto' and recomp_ratios is set; what is chosen is one ratio")
+    return dict(values) | {"recomp_ratio": floor, "recomp_ratios": None}, True
 
 
 def _check_number(name: str, value: Any, kind: type, low: int) -> None:

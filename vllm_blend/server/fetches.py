@@ -3,21 +3,33 @@
 A chunk that is not in memory is asked for in the model's process, which looks for it and loads it
 beside the steps. What is there becomes known; what is not is computed in the background. A request
 waits for its chunks at most as long as computing them would take: at worst it takes twice that time.
+Where the ratio is ``"auto"``, chunks are first looked for, and only those that are worth it waited for.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
+from vllm_blend.server.mail import Orders, Place
+from vllm_blend.server.match import SequenceIndex
+from vllm_blend.server.pace import Pace
 from vllm_blend.server.wire import BlendRequest
+from vllm_blend.store.controller import Decision, Located
+from vllm_blend.store.estimate import LoadTime
 
 MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
+LOCATE_S = 1.0
+"""A request waits this long, at most, for where its chunks are."""
+FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
+"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -31,12 +43,40 @@ class Waiting:
         keys: chunks that it waits for; None: they are not asked for yet.
         since: when it asked for them.
         until: when it waits no longer.
+        ask_until: when it asks, even if its tenant's chunks on disk are not known yet.
+        looked_for: chunks whose place is asked for; None: none were.
+        places: of those, the ones that were found, or not.
+        decision: which of its marked chunks to wait for, and the ratio.
+        tiers: where each marked chunk was; None: nowhere.
     """
 
     wish: BlendRequest
     keys: frozenset[ChunkKey] | None = None
     since: float = 0.0
     until: float = 0.0
+    ask_until: float = 0.0
+    looked_for: dict[ChunkKey, Sequence[int]] | None = None
+    places: dict[ChunkKey, Place] = field(default_factory=dict)
+    decision: Decision | None = None
+    tiers: tuple[str | None, ...] = ()
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known where its chunks are, and it did not ask for them yet."""
+        if self.looked_for is None or self.keys is not None:
+            return False
+        late = time.monotonic() >= self.since + LOCATE_S
+        return late or self.places.keys() >= self.looked_for.keys()
+
+    @property
+    def told(self) -> dict[str, Any] | None:
+        """The decision, for its report."""
+        if self.decision is None:
+            return None
+        lists = {"load": list(self.decision.load), "tiers": list(self.tiers)}
+        found = asdict(self.decision) | lists
+        slow = zip(self.tiers, self.decision.load, strict=True)
+        return found | {"slow_chunks": dict(Counter(tier for tier, load in slow if tier and not load))}
 
     @property
     def done(self) -> bool:
@@ -58,10 +98,17 @@ class Fetches:
         self._background = background
         self._pending: dict[ChunkKey, ChunkIds] = {}
         self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
+        self._to_locate: dict[ChunkKey, ChunkIds] = {}
+        # by tenant, the last used last: chunks that are not in memory
+        self._below: OrderedDict[str, SequenceIndex] = OrderedDict()
+        self._claims: dict[str, bool] = {}  # whether the tenant's chunks on disk are known
+        self._to_claim: list[str] = []
+        chunks.on_evict = self._evicted
+        self._loads: dict[str, LoadTime] = {}
         self._token_seconds = 0.0  # of a prefill, a token; not known yet
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + list(self._claims.values()).count(False)
 
     def ask(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
         """Asks for a chunk; None if it is being computed already."""
@@ -74,14 +121,112 @@ class Fetches:
             self._to_ask.append((key, chunk))
         return key
 
-    def take_asked(self) -> tuple[tuple[ChunkKey, ChunkIds], ...]:
-        """What the model's process is to fetch."""
-        asked, self._to_ask = self._to_ask, []
-        return tuple(asked)
+    def locate(self, request: Waiting, tenant: str, missing: Iterable[Sequence[int]]) -> None:
+        """Lets a request wait until it is known where chunks are."""
+        request.looked_for = {chunk_key(tenant, ids): ids for ids in missing}
+        request.since = time.monotonic()
+        for key, ids in request.looked_for.items():
+            self._to_locate[key] = ChunkIds(tenant, tuple(ids), tuple(self._background.context))
+
+    def found(self, key: ChunkKey, place: Place) -> None:
+        """Where a chunk is."""
+        for request in self.waiting.values():
+            if request.looked_for is not None and key in request.looked_for:
+                request.places[key] = place
+
+    def claim(self, tenant: str) -> bool:
+        """Whether a tenant's chunks on disk are known; if not, they will be."""
+        if tenant not in self._claims:
+            self._claims[tenant] = False
+            self._to_claim.append(tenant)
+        return self._claims[tenant]
+
+    def holds(self, request: Waiting, tenant: str) -> bool:
+        """Whether a request is to wait until its tenant's chunks on disk are known; not for long."""
+        if not request.wish.auto or self.claim(tenant):
+            return False
+        request.ask_until = request.ask_until or time.monotonic() + LOCATE_S
+        return time.monotonic() < request.ask_until
+
+    def claimed(self, tenant: str, chunks: Sequence[tuple[int, ...]]) -> None:
+        """A tenant's chunks on disk, most recently used first."""
+        self._claims[tenant] = True
+        self._index(tenant)
+        for ids in reversed(chunks):
+            self._note(chunk_key(tenant, ids), tenant, ids)
+
+    def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[tuple[int, ...]]:
+        """Chunks that are not in memory, of which a prompt has at least a part."""
+        if tenant not in self._below:
+            return []
+        index = self._index(tenant)
+        found = {run.key: index.tokens(run.key) for run in index.find(token_ids, min_tokens)}
+        return [ids for ids in found.values() if self._chunks.get(tenant, ids) is None]
+
+    def _evicted(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        self._note(key, chunk.tenant, chunk.token_ids)
+
+    def _note(self, key: ChunkKey, tenant: str, token_ids: Sequence[int]) -> None:
+        self._index(tenant).add(key, token_ids)
+
+    def _index(self, tenant: str) -> SequenceIndex:
+        """A tenant's chunks that are not in memory; those of tenants that were not seen for long go."""
+        index = self._below.setdefault(tenant, SequenceIndex(FOUND_TOKENS))
+        self._below.move_to_end(tenant)
+        while len(self._below) > 1 and (
+            len(self._below) > FOUND_TENANTS
+            or sum(one.num_tokens for one in self._below.values()) > 2 * FOUND_TOKENS
+        ):
+            gone, _ = self._below.popitem(last=False)
+            self._claims.pop(gone, None)  # if it comes back, its chunks on disk are looked for again
+        return index
+
+    def learn(self, loads: dict[str, tuple[float, float]]) -> None:
+        """How long loads take, by tier: seconds, and seconds a byte."""
+        for tier, (latency_s, byte_s) in loads.items():
+            self._loads[tier] = LoadTime(latency_s, 1 / byte_s if byte_s > 0 else float("inf"))
+
+    def decide(self, request: Waiting, tenant: str, token_ids: Sequence[int], pace: Pace) -> None:
+        """Decides which marked chunks a request waits for, by where they are; it then waits."""
+        assert request.looked_for is not None
+        chunks: list[Located] = []
+        tiers: list[str | None] = []
+        wanted: list[Sequence[int]] = []
+        for start, end in request.wish.spans:
+            key = chunk_key(tenant, token_ids[start:end])
+            tier, num_bytes = request.places.get(key, (None, 0))
+            if key not in request.looked_for:
+                tier = "host"
+            tiers.append(tier)
+            if tier is None:
+                chunks.append(Located(end - start, 1, None))  # computed, whatever it takes
+            else:
+                chunks.append(Located(end - start, num_bytes, tier if num_bytes else None))
+        other = len(token_ids) - sum(chunk.num_tokens for chunk in chunks)
+        decision = pace.decide(chunks, self._loads, other)
+        for (start, end), load in zip(request.wish.spans, decision.load, strict=True):
+            if load and chunk_key(tenant, token_ids[start:end]) in request.looked_for:
+                wanted.append(token_ids[start:end])
+        request.decision, request.tiers = decision, tuple(tiers)
+        self.wait(request, tenant, wanted)
+
+    def take_orders(self, drop: tuple[ChunkKey, ...]) -> Orders:
+        """What the model's process is to do; ``drop`` beside it."""
+        context = tuple(self._background.context)
+        orders = Orders(
+            drop,
+            fetch=tuple(self._to_ask),
+            locate=tuple(self._to_locate.items()),
+            claim=tuple((tenant, context) for tenant in self._to_claim),
+        )
+        self._to_ask, self._to_locate, self._to_claim = [], {}, []
+        return orders
 
     def answer(self, key: ChunkKey, found: bool) -> None:
         """The model's process has the chunk now, or cannot have it."""
         chunk = self._pending.pop(key)
+        if not found and chunk.tenant in self._below:
+            self._below[chunk.tenant].remove(key)
         if not found:
             self._background.add(chunk.tenant, chunk.token_ids)
         elif self._chunks.reserve(chunk.tenant, chunk.token_ids) is None:
@@ -97,7 +242,9 @@ class Fetches:
         asked = {key: ids for ids in missing if (key := self.ask(tenant, ids)) is not None}
         num_tokens = sum(len(ids) for ids in asked.values())
         request.keys = frozenset(asked)
-        request.since = request.until = time.monotonic()
+        request.until = time.monotonic()
+        if request.looked_for is None:
+            request.since = request.until
         if asked:
             request.until += max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3))
 

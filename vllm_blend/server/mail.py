@@ -24,16 +24,24 @@ class Orders:
     Attributes:
         drop: chunks whose memory others need.
         fetch: chunks to be had from the store's lower tiers, if they are there.
+        locate: chunks to be looked for there.
+        claim: tenants whose chunks on disk are to be told, and what chunks are computed behind.
     """
 
     drop: tuple[ChunkKey, ...] = ()
     fetch: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
+    locate: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
+    claim: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, output: Any) -> Orders:
         """Those that came with a scheduler's output."""
         found: Orders = getattr(output, ORDERS, None) or cls()
         return found
+
+
+Place = tuple[str | None, int]
+"""The fastest tier that has a chunk, None where none has it, and the bytes that a load would take."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +66,18 @@ class News:
     Attributes:
         lost: chunks that requests of this step should have reused.
         fetched: ordered chunks, and whether they are here now.
+        located: chunks that were looked for.
+        claimed: a tenant's chunks on disk, by their token ids, most recently used first.
+        loads: how long loads take, by tier: seconds, and seconds a byte; beside ``located``.
         seconds: of the stages of blending, by request id and stage.
         store: counters of the store (``ChunkStore.stats``), now and then.
     """
 
     lost: list[Lost] = field(default_factory=list)
     fetched: dict[ChunkKey, bool] = field(default_factory=dict)
+    located: dict[ChunkKey, Place] = field(default_factory=dict)
+    loads: dict[str, tuple[float, float]] = field(default_factory=dict)
+    claimed: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     store: dict[str, int] | None = None
 

@@ -66,6 +66,10 @@ class SequenceIndex:
         for index, value in enumerate(window_hashes(tokens)[::WINDOW].tolist()):
             self._windows.setdefault(value, (key, index * WINDOW))
 
+    def tokens(self, key: Hashable) -> tuple[int, ...]:
+        """A known sequence."""
+        return tuple(self._sequences[key].tolist())
+
     def remove(self, key: Hashable) -> None:
         """Forgets a sequence; one that is not known is no error."""
         tokens = self._sequences.pop(key, None)

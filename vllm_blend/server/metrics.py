@@ -20,6 +20,7 @@ STAGES = {
     "fuse": "Time to write a request's stored KV, rotated to its place, to the paged cache.",
 }
 BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 
 class Metrics:
@@ -50,6 +51,15 @@ class Metrics:
             "lost_chunks", "Missed chunks whose KV should have been in memory, by reason.", "reason"
         )
         self.loaded = counter("loaded_chunks", "Chunks hit that came from the store's lower tiers.")
+        self.slow = counter(
+            "slow_chunks", "Chunks that were computed faster than loaded, by where they were.", "tier"
+        )
+        self.ratio = Histogram(
+            "vllm:blend_ratio",
+            "Share of reused tokens recomputed, where it was decided by times.",
+            LABELS,
+            buckets=RATIO_BUCKETS,
+        )
         self.seconds = {
             stage: Histogram(f"vllm:blend_{stage}_seconds", text, LABELS, buckets=BUCKETS)
             for stage, text in STAGES.items()
@@ -82,6 +92,11 @@ class Metrics:
             if (seconds := report.get(f"{stage}_seconds")) is not None:
                 histogram.labels(*labels).observe(seconds)
         self.loaded.labels(*labels).inc(report["loaded_chunks"])
+        if (decision := report["decision"]) is not None:
+            if reused:
+                self.ratio.labels(*labels).observe(decision["ratio"])
+            for tier, number in decision["slow_chunks"].items():
+                self.slow.labels(*labels, tier).inc(number)
         for name, gauge in self.parts.items():
             for part, value in report[name].items():
                 gauge.labels(*labels, part).set(value)

@@ -75,3 +75,13 @@ class BlendKVCacheManager:
         num_exact = max(names.first, exact[1] // self.blend_block_size)
         request.block_hashes = names.mixed(request, self.blend_hasher, num_exact)
         return exact
+
+
+def disown_blocks(request: Any, start: int, hasher: Any, manager: Any) -> None:
+    """Takes a request's blocks from token ``start`` on out of the prefix cache."""
+    names = request.blend_names
+    names.salt = f"vllm_blend:{request.request_id}"  # what it computes from now on is its own
+    request.block_hashes = names.mixed(request, hasher, names.first)
+    groups = manager.kv_cache_config.kv_cache_groups
+    for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
+        manager.evict_blocks(set(blocks[start // group.kv_cache_spec.block_size :]))

@@ -43,8 +43,13 @@ class Reports:
         why_not: str,
         lookup_seconds: float,
         asked: bool,
+        decided: dict[str, Any] | None = None,
     ) -> None:
-        """A request was planned; ``asked``: its client wants to know."""
+        """A request was planned; ``asked``: its client wants to know.
+
+        Args:
+            decided: what the controller decided, and why (``Waiting.told``).
+        """
         report = {
             "prompt_tokens": num_prompt_tokens,
             "missed_chunks": missed,
@@ -53,6 +58,7 @@ class Reports:
             "lookup_seconds": lookup_seconds,
             "why_not": why_not,
             "asked": asked,
+            "decision": decided,
             "counts": True,
             "labels": self._labels,
         }
@@ -113,6 +119,8 @@ class Reports:
         )
         lost = sum(report["lost_chunks"].values())
         missed = f"{report['missed_chunks']} chunks missed" + (f", {lost} of them lost" if lost else "")
+        if report["decision"] is not None and not report["why_not"]:
+            missed += f"; ratio {report['decision']['ratio']:.2f}; {report['decision']['reason']}"
         logger.info("Request %s: %s; %s", request_id, what, missed)
 
 

@@ -1,8 +1,10 @@
 """The engine's side of a blending server: a mixin for vLLM's scheduler.
 
 ``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
-                         one whose chunks may be in a store's lower tiers waits for the answer
-``schedule``             lets in the engine's own requests: the start-up check, missed chunks
+                         one whose chunks may be in a store's lower tiers waits for the answer, and
+                         is told by the controller which of them to wait for, if its ratio is "auto"
+``schedule``             lets in the engine's own requests: the start-up check and measurement,
+                         missed chunks
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
 
@@ -20,15 +22,16 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
-from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background, chunk_context
 from vllm_blend.server.chunks import KnownChunks, bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.gate import Gate, first_logprobs
+from vllm_blend.server.lookup import Lookup
 from vllm_blend.server.mail import ORDERS, Lost, News, Orders
-from vllm_blend.server.match import SequenceIndex
-from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames
+from vllm_blend.server.pace import KEY as pace_key
+from vllm_blend.server.pace import Pace
+from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames, disown_blocks
 from vllm_blend.server.reports import Reports, sizes
 from vllm_blend.server.wire import BlendRequest
 
@@ -36,10 +39,6 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
-LEARNED_TOKENS = 64
-"""Auto mode: a text that comes back in another place becomes a chunk from this length on."""
-RECENT_TOKENS = 1_000_000
-"""Auto mode: tokens of past prompts that are remembered, to see what comes back."""
 
 
 class BlendScheduler:
@@ -60,7 +59,6 @@ class BlendScheduler:
         self.blend_settings = settings
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
         self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
-        self.blend_recent = SequenceIndex(RECENT_TOKENS)
         context = chunk_context(self.vllm_config, settings.system, settings.head)
         if not context:
             logger.warning(
@@ -76,8 +74,15 @@ class BlendScheduler:
             self._own_request,
         )
         self.blend_fetches: Fetches | None = None
+        self.blend_pace: Pace | None = None
         if settings.store is not None:
             self.blend_fetches = Fetches(self.blend_chunks, self.blend_background)
+            if settings.auto:
+                self.blend_fetches.claim("")  # so that they are known to the first request
+            self.blend_pace = Pace.of(self.vllm_config, settings, self._own_request)
+        self.blend_lookup = Lookup(
+            self.blend_chunks, self.blend_background, self.blend_fetches, settings.min_chunk_tokens
+        )
         self.blend_gate = Gate(
             model_config.get_vocab_size(),
             longest,
@@ -87,7 +92,6 @@ class BlendScheduler:
         )
         self._plans: dict[str, KeyedPlan] = {}
         self._store_stats: dict[str, int] = {}
-        self._num_seen = 0
         engine = self.vllm_config.parallel_config.data_parallel_index
         labels = model_config.served_model_name, str(engine)
         self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
@@ -112,27 +116,48 @@ class BlendScheduler:
             if self.blend_fetches is None:
                 self._plan(request, wish)
             else:
+                assert self.blend_pace is not None
+                self.blend_pace.wanted |= wish.paced
                 self.blend_fetches.waiting[request.request_id] = Waiting(wish)
                 self._ask(request)
         stock.add_request(request)
 
     def _ask(self, request: Any) -> None:
-        """Asks for the chunks that a waiting request lacks, once the start-up check is done."""
-        fetches = self.blend_fetches
-        if fetches is None or self.blend_gate.verdict is None:
+        """Asks for the chunks that a waiting request lacks, once the start-up check is done; or first
+        for where they are, once the engine is measured."""
+        fetches, pace = self.blend_fetches, self.blend_pace
+        if fetches is None or pace is None or self.blend_gate.verdict is None:
             return
         waiting = fetches.waiting[request.request_id]
+        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self._why_not()
+        if paced and not pace.done:
+            return
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+        if fetches.holds(waiting, tenant):
+            return
         marked = [tokens[start:end] for start, end in waiting.wish.spans]
         can = not self._why_not()
         missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
-        fetches.wait(waiting, tenant, missing)
+        found = []
+        if can and waiting.wish.auto:
+            found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
+        if paced:
+            for ids in found:
+                fetches.ask(tenant, ids)
+            fetches.locate(waiting, tenant, missing)
+        else:
+            fetches.wait(waiting, tenant, missing + found)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Asked by vLLM's scheduler before it lets a request in."""
         stock: Any = super()
         fetches = self.blend_fetches
         if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
+            if waiting.keys is None and waiting.looked_for is None:
+                self._ask(request)  # what it waited for may be there, or long enough in coming
+            if waiting.located and self.blend_pace is not None:
+                tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+                fetches.decide(waiting, tenant, tokens, self.blend_pace)
             if not waiting.done:
                 return False
             del fetches.waiting[request.request_id]
@@ -149,13 +174,18 @@ class BlendScheduler:
         missed = 0
         why = self._why_not()
         if not why:
-            spans, missed = self._look_up(tenant, tokens, wish)
+            spans, missed = self.blend_lookup(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        settings, decision = wish.settings, waited.decision if waited is not None else None
+        if decision is not None and any(decision.load):
+            settings = replace(settings, recomp_ratio=decision.ratio)
+        elif decision is not None and waited is not None and any(waited.tiers):
+            spans, why = [], decision.reason
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
         plan = None
         if spans:
             timed = wish.report or bool(self.log_stats)
-            plan = KeyedPlan(tuple(spans), wish.settings, timed)
+            plan = KeyedPlan(tuple(spans), settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
             self._name_blocks(request, plan, tenant)
@@ -167,9 +197,10 @@ class BlendScheduler:
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
             asked=wish.report,
+            decided=waited.told if waited is not None else None,
         )
-        if waited is not None and waited.keys:
-            loaded = sum(span.key in waited.keys for span in spans)
+        if waited is not None and (waited.keys or waited.looked_for):
+            loaded = sum(span.key in (waited.keys or ()) for span in spans)
             seconds = min(waited.until, time.monotonic()) - waited.since
             self.blend_reports.waited(request.request_id, seconds, loaded)
 
@@ -184,51 +215,6 @@ class BlendScheduler:
         if self.blend_gate.verdict is None:
             return "the start-up check is still running"
         return self.blend_gate.verdict and f"the start-up check failed: {self.blend_gate.verdict}"
-
-    def _look_up(
-        self, tenant: str, tokens: TokenIds, wish: BlendRequest
-    ) -> tuple[list[KeyedSpan], int]:
-        """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
-        spans, missed = [], 0
-        for start, end in wish.spans:
-            key = self.blend_chunks.get(tenant, tokens[start:end])
-            if key is not None:
-                spans.append(KeyedSpan(start, end, key))
-            else:
-                missed += 1
-                self._miss(tenant, tokens[start:end])
-        if wish.auto:
-            spans += self._find(tenant, tokens, spans)
-            self._learn(tenant, tokens, spans)
-        return sorted(spans, key=lambda span: span.start), missed
-
-    def _find(self, tenant: str, tokens: TokenIds, taken: list[KeyedSpan]) -> list[KeyedSpan]:
-        """Known chunks in the prompt outside the spans that are taken."""
-        # the last token's logits start the answer: it is always computed
-        runs = self.blend_chunks.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
-        return [
-            KeyedSpan(run.start, run.end, run.key, run.offset)
-            for run in runs
-            if isinstance(run.key, bytes)
-            and not any(run.start < span.end and span.start < run.end for span in taken)
-        ]
-
-    def _miss(self, tenant: str, token_ids: TokenIds) -> None:
-        """A chunk is not in memory: it is fetched, or computed in the background."""
-        if self.blend_fetches is None:
-            self.blend_background.add(tenant, token_ids)
-        else:
-            self.blend_fetches.ask(tenant, token_ids)
-
-    def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
-        """Text of earlier prompts that comes back behind other text becomes a chunk."""
-        for run in self.blend_recent.find(tokens[:-1], LEARNED_TOKENS):
-            covered = any(run.start < span.end and span.start < run.end for span in spans)
-            assert isinstance(run.key, tuple)
-            if run.start > 0 and not covered and run.key[0] == tenant:
-                self._miss(tenant, tokens[run.start : run.end])
-        self._num_seen += 1
-        self.blend_recent.add((tenant, self._num_seen), tokens)
 
     # --- the engine's own requests --------------------------------------------------------------
 
@@ -252,7 +238,11 @@ class BlendScheduler:
         return request
 
     def _is_own(self, request_id: str) -> bool:
-        return self.blend_gate.is_mine(request_id) or self.blend_background.is_mine(request_id)
+        return self._measures(request_id) or self.blend_background.is_mine(request_id)
+
+    def _measures(self, request_id: str) -> bool:
+        pace = self.blend_pace
+        return self.blend_gate.is_mine(request_id) or (pace is not None and pace.is_mine(request_id))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
@@ -260,19 +250,45 @@ class BlendScheduler:
             stock.add_request(request)
         if self.blend_gate.verdict is not None and not self.blend_gate.told:
             self._tell_verdict()
-            for request_id in self.blend_fetches.waiting if self.blend_fetches is not None else ():
-                self._ask(self.requests[request_id])
-        if self.blend_gate.verdict == "":
+            self._ask_all()
+        if self.blend_gate.verdict == "" and self._measured():
             busy = stock.get_num_unfinished_requests() > self.blend_background.num_running
             for request in self.blend_background.start(idle=not busy):
                 stock.add_request(request)
         output = stock.schedule(*args, **kwargs)
-        fetch = self.blend_fetches.take_asked() if self.blend_fetches else ()
-        orders = Orders(self.blend_chunks.take_drops(), fetch)
+        orders = Orders(self.blend_chunks.take_drops())
+        if self.blend_fetches is not None:
+            orders = self.blend_fetches.take_orders(orders.drop)
         if orders != Orders():
             setattr(output, ORDERS, orders)
         setattr(output, STARTED, time.monotonic())
         return output
+
+    def _ask_all(self) -> None:
+        """Something that requests waited for is done."""
+        fetches = self.blend_fetches
+        for request_id, waiting in fetches.waiting.items() if fetches is not None else ():
+            if waiting.keys is None and waiting.looked_for is None:
+                self._ask(self.requests[request_id])
+
+    def _measured(self) -> bool:
+        """Whether the engine is measured, or need not be; else the measurement goes on."""
+        stock: Any = super()
+        if self.blend_pace is None or self.blend_pace.done or not self.blend_pace.wanted:
+            return True
+        for request in self.blend_pace.start():
+            stock.add_request(request)
+        return False
+
+    def _finish_pace(self, completed: bool) -> None:
+        pace, fetches = self.blend_pace, self.blend_fetches
+        assert pace is not None and fetches is not None
+        pace.finish(completed)
+        if pace.done:
+            self.blend_chunks.refuse(pace_key)  # what it was measured with is not needed any more
+            fetches.computed(*pace.longest)
+            logger.info("vllm_blend: %s", pace)
+            self._ask_all()
 
     def _tell_verdict(self) -> None:
         gate = self.blend_gate
@@ -288,6 +304,8 @@ class BlendScheduler:
             return True
         waiting = self.blend_gate.verdict is None or self.blend_background.num_waiting > 0
         waiting |= bool(self.blend_fetches)
+        if self.blend_pace is not None and self.blend_gate.verdict == "":
+            waiting |= self.blend_pace.wanted and not self.blend_pace.done
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,6 +315,8 @@ class BlendScheduler:
             self._forget(request.request_id)
             if self.blend_gate.is_mine(request.request_id):
                 self.blend_gate.finish(None)
+            elif self._measures(request.request_id):
+                self._finish_pace(completed=False)
             elif self.blend_background.is_mine(request.request_id):
                 self.blend_background.finish(request.request_id, completed=False)
         return finished
@@ -317,9 +337,11 @@ class BlendScheduler:
         theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
         self.blend_background.earn(theirs)
         started = getattr(scheduler_output, STARTED, None)
-        if self.blend_fetches is not None and started and not self._plans.keys() & scheduled.keys():
+        if self.blend_fetches is not None and self.blend_pace is not None and started:
             seconds = time.monotonic() - started
-            self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
+            self.blend_pace.step_took(scheduled, seconds)
+            if not self._plans.keys() & scheduled.keys() and not any(map(self._measures, scheduled)):
+                self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
         self._hear(News.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
         for result in results.values():
@@ -335,6 +357,13 @@ class BlendScheduler:
         for key, found in news.fetched.items():
             assert self.blend_fetches is not None
             self.blend_fetches.answer(key, found)
+        for tenant, chunks in news.claimed.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.claimed(tenant, chunks)
+        for key, place in news.located.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.learn(news.loads)
+            self.blend_fetches.found(key, place)
         self._store_stats = news.store or self._store_stats
 
     def _lose(self, lost: Lost) -> None:
@@ -347,7 +376,7 @@ class BlendScheduler:
         """
         chunk = self.blend_chunks.lose(lost.key)
         if chunk is not None:
-            self._miss(chunk.tenant, chunk.token_ids)
+            self.blend_lookup.miss(chunk.tenant, chunk.token_ids)
         if self.blend_gate.is_mine(lost.request_id):
             self.blend_gate.lose()
         request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
@@ -362,20 +391,14 @@ class BlendScheduler:
         new = replace(plan, spans=left) if left else None
         if new is not None:
             self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
-        self._disown_blocks(request, max(lost.computed, plan.spans[0].start))
+        if self._hasher is not None:
+            disown_blocks(
+                request,
+                max(lost.computed, plan.spans[0].start),
+                self._hasher,
+                self.kv_cache_manager,
+            )
         self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
-
-    def _disown_blocks(self, request: Any, start: int) -> None:
-        """Takes a request's blocks from token ``start`` on out of the prefix cache."""
-        if self._hasher is None:
-            return
-        names = request.blend_names
-        names.salt = f"vllm_blend:{request.request_id}"  # what it computes from now on is its own
-        request.block_hashes = names.mixed(request, self._hasher, names.first)
-        manager = self.kv_cache_manager
-        groups = manager.kv_cache_config.kv_cache_groups
-        for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
-            manager.evict_blocks(set(blocks[start // group.kv_cache_spec.block_size :]))
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""
@@ -387,6 +410,10 @@ class BlendScheduler:
         if self.blend_gate.is_mine(request_id):
             if output.finish_reason is not None:
                 self.blend_gate.finish(first_logprobs(output.new_logprobs))
+            return True
+        if self._measures(request_id):
+            if output.finish_reason is not None:
+                self._finish_pace(completed=True)
             return True
         self.blend_reports.attach(output)
         if output.finish_reason is not None:

@@ -5,7 +5,7 @@ or an object (in ``vllm_xargs`` as a JSON text, since vLLM takes no objects ther
 
     {"spans": [[12, 140], [140, 300]],    chunks, as [start, end) of the prompt's token ids
      "auto": true,                        also reuse known chunks wherever they stand
-     "recomp_ratio": 0.16, ...            any of BlendSettings
+     "recomp_ratio": 0.16, ...            any of BlendSettings; the ratio may be "auto"
      "tenant": "a",                       chunks are shared within a tenant only
      "report": true}                      what was reused, in the response's kv_transfer_params
 """
@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from vllm_blend.core import check_spans
+from vllm_blend.server.config import split_ratio
 from vllm_blend.settings import BlendSettings
+from vllm_blend.store.controller import FLOOR
 
 SPANS_KEY = "blend_spans"
 """The key of a rendered prompt that holds its marked chunks' spans."""
@@ -36,6 +38,8 @@ class BlendRequest:
         spans: chunks, ``[start, end)`` as token positions of the prompt.
         auto: also reuse known chunks found in the prompt.
         settings: which tokens are recomputed.
+        paced: what is loaded, and the ratio, are decided by how long loads and prefills take.
+        floor: the least ratio then.
         tenant: chunks are looked up and kept under this name.
         report: tell in the response what was reused.
         off: compute everything.
@@ -44,6 +48,8 @@ class BlendRequest:
     spans: tuple[Span, ...] = ()
     auto: bool = False
     settings: BlendSettings = field(default_factory=BlendSettings)
+    paced: bool = False
+    floor: float = FLOOR
     tenant: str = ""
     report: bool = False
     off: bool = False
@@ -81,10 +87,13 @@ class BlendRequest:
                 f"blend has an unknown key {_short(unknown[0])}; allowed: "
                 f"{', '.join(sorted(own | theirs))}"
             )
+        settings, paced = split_ratio({k: v for k, v in value.items() if k in theirs}, defaults.floor)
         return cls(
             spans=parse_spans(value["spans"]) if "spans" in value else defaults.spans,
             auto=_flag("auto", value.get("auto", defaults.auto)),
-            settings=replace(defaults.settings, **{k: v for k, v in value.items() if k in theirs}),
+            settings=replace(defaults.settings, **settings),
+            paced=paced or (defaults.paced and not {"recomp_ratio", "recomp_ratios"} & value.keys()),
+            floor=defaults.floor,
             tenant=_text("tenant", value.get("tenant", defaults.tenant)),
             report=_flag("report", value.get("report", defaults.report)),
         )

@@ -1,9 +1,9 @@
-"""One bounded block of host memory for KV, cut into extents that do not fragment it.
+"""One bounded block of memory for KV, cut into extents that do not fragment it.
 
 A hole that is large enough is used. Where there is room, but only in pieces, extents that nobody uses
-are moved together: the fewest bytes that make a hole. What is handed out is a tensor over the block; an
-extent is in use as long as that tensor, or any view of it, is alive, and is then neither moved nor
-given away.
+are moved together: the fewest bytes that make a hole. (Not in a GPU's memory: chunks leave until a hole
+is large enough.) What is handed out is a tensor over the block; an extent is in use as long as that
+tensor, or any view of it, is alive, and is then neither moved nor given away.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class Extent:
 
     offset: int
     size: int
-    view: weakref.ref[NDArray[np.uint8]] | None = field(default=None, repr=False)
+    view: weakref.ref[Any] | None = field(default=None, repr=False)
 
     @property
     def end(self) -> int:
@@ -48,17 +49,23 @@ class Arena:
     Args:
         num_bytes: of the block, all reserved at once.
         pinned: page-locked, so that a GPU reads it without a copy; None: where there is a GPU.
+        device: whose memory; pinned is of the host's.
 
     Attributes:
         moved_bytes: moved so far to join holes.
     """
 
-    def __init__(self, num_bytes: int, pinned: bool | None = None) -> None:
-        pin = torch.cuda.is_available() if pinned is None else pinned
-        block = torch.empty(num_bytes + PAGE, dtype=torch.uint8, pin_memory=pin)
-        self._bytes: NDArray[np.uint8] = block[-block.data_ptr() % PAGE :].numpy()
+    def __init__(
+        self, num_bytes: int, pinned: bool | None = None, device: torch.device | None = None
+    ) -> None:
+        on_host = device is None or device.type == "cpu"
+        pin = on_host and (torch.cuda.is_available() if pinned is None else pinned)
+        block = torch.empty(num_bytes + PAGE, dtype=torch.uint8, pin_memory=pin, device=device)
+        self._block = block[-block.data_ptr() % PAGE :]
+        self._bytes: NDArray[np.uint8] | None = self._block.numpy() if on_host else None
         self.size = num_bytes // PAGE * PAGE
-        _use_huge_pages(self._bytes)
+        if self._bytes is not None:
+            _use_huge_pages(self._bytes)
         self.free_bytes = self.size
         self.moved_bytes = 0
         self._extents: set[Extent] = set()
@@ -98,6 +105,11 @@ class Arena:
     def tensor(self, extent: Extent, num_bytes: int) -> torch.Tensor:
         """The extent's first bytes, uint8 ``[num_bytes]``; keeps it in use."""
         view = extent.view() if extent.view is not None else None
+        if self._bytes is None:
+            if view is None:
+                view = _DeviceView(self._block[extent.offset : extent.end])
+                extent.view = weakref.ref(view)
+            return torch.as_tensor(view, device=self._block.device)[:num_bytes]
         if view is None:
             view = self._bytes[extent.offset : extent.end]
             extent.view = weakref.ref(view)
@@ -139,6 +151,8 @@ class Arena:
 
     def _join(self, size: int) -> bool:
         """Moves idle extents to the left until a hole of ``size`` is free; False if none can be."""
+        if self._bytes is None:
+            return False
         extents = sorted(self._extents, key=lambda extent: extent.offset)
         window = cheapest_window(extents, self.size, size)
         if window is None:
@@ -153,12 +167,27 @@ class Arena:
     def _move(self, extent: Extent, offset: int) -> None:
         if extent.offset == offset:
             return
+        assert self._bytes is not None
         start = self._bytes.ctypes.data
         ctypes.memmove(start + offset, start + extent.offset, extent.size)
         self._remove_hole(offset, extent.offset - offset)  # what it moves over is one hole
         extent.offset, old_end = offset, extent.end
         self._add_hole(extent.end, old_end - extent.end)
         self.moved_bytes += extent.size
+
+
+class _DeviceView:
+    """Memory of a GPU; torch makes tensors of it that hold this object."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self.block = block
+        self.__cuda_array_interface__ = {
+            "shape": (block.numel(),),
+            "typestr": "|u1",
+            "data": (block.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
 
 
 def cheapest_window(extents: Iterable[Extent], arena_size: int, size: int) -> tuple[int, int] | None:

@@ -32,7 +32,7 @@ def _s3(**options: Any) -> Tier:
 
 
 TIERS: dict[str, tuple[Callable[..., Tier], str, frozenset[str]]] = {
-    "disk": (_disk, "folder", frozenset({"fsync"})),
+    "disk": (_disk, "folder", frozenset({"fsync", "direct"})),
     "redis": (_redis, "url", frozenset({"prefix", "timeout_s"})),
     "s3": (_s3, "bucket", frozenset({"prefix", "timeout_s", "endpoint_url", "refresh_s"})),
 }
@@ -45,20 +45,21 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
     """Makes a store and its tiers.
 
     Args:
-        values: ``host_gb`` (10**9 bytes of host memory, required); ``disk``, ``redis``, ``s3``, each a
-            mapping with ``budget_gb``, its place (``folder``, ``url`` or ``bucket``) and the tier's
-            other arguments; ``write_behind_gb``, ``load_threads``, ``timeout_s``,
-            ``storage``.
+        values: ``host_gb`` (10**9 bytes of host memory, required); ``gpu_gb`` (of the GPU's, so that
+            vLLM has less); ``disk``, ``redis``, ``s3``, each a mapping with ``budget_gb``, its place
+            (``folder``, ``url`` or ``bucket``) and the tier's other arguments; ``write_behind_gb``,
+            ``load_threads``, ``timeout_s``, ``storage``.
 
     Raises:
         ValueError: names what is unknown, missing or out of range.
         ImportError: if a tier's package is not installed; says which extra brings it.
     """
-    _check("store", values, {"host_gb"}, {*TIERS, *OPTIONS, "write_behind_gb"})
+    _check("store", values, {"host_gb"}, {*TIERS, *OPTIONS, "gpu_gb", "write_behind_gb"})
     tiers = [_tier(name, values[name]) for name in TIERS if values.get(name) is not None]
     options = {name: values[name] for name in OPTIONS & values.keys()}
-    if "write_behind_gb" in values:
-        options["write_behind_bytes"] = _bytes("store", "write_behind_gb", values)
+    for name in ("gpu", "write_behind"):
+        if f"{name}_gb" in values:
+            options[f"{name}_bytes"] = _bytes("store", f"{name}_gb", values)
     return ChunkStore(tiers, host_bytes=_bytes("store", "host_gb", values), **options)
 
 

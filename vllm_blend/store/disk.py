@@ -21,12 +21,16 @@ import numpy as np
 
 from vllm_blend.store.index import PAGE, Index
 from vllm_blend.store.keys import DIGEST_BYTES, FORMAT_VERSION, ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.record import Layout, Reason, Record, Rejected, token_ids_in
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
 REFRESH_S = 10.0
 """The folder is listed again after this time at the soonest, and never for more than 2% of the time."""
+
+WRITE_TRIES = 3
+HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
+"""What is read of a record for its token ids; and of one with a very long header."""
 
 KINDS = {
     errno.ENOSPC: "no_space",
@@ -46,13 +50,20 @@ class DiskTier:
         budget_bytes: of all records in it, whoever wrote them.
         fsync: wait until a record is on the disk before it appears; without it a power failure may
             leave records that are found corrupt later.
+        direct: read past the page cache (``O_DIRECT``), where the file system can: the device fills the
+            store's memory itself, and host memory holds nothing twice.
 
     Raises:
         OSError: if the folder is not there and cannot be made.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], budget_bytes: int, *, fsync: bool = True
+        self,
+        folder: str | os.PathLike[str],
+        budget_bytes: int,
+        *,
+        fsync: bool = True,
+        direct: bool = True,
     ) -> None:
         self.name = "disk"
         self.quick = True
@@ -60,6 +71,7 @@ class DiskTier:
         self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self.folder = Path(folder) / f"v{FORMAT_VERSION}"
+        self.direct = direct
         self._fsync = fsync
         self._lock = threading.Lock()
         self._index = Index()
@@ -93,9 +105,8 @@ class DiskTier:
         if size != expected:
             os.close(file)
             raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)  # the device reads ahead of the checksums
         self._used(key.digest, size, file)
-        return FileSource(file)
+        return FileSource(file, self._open_direct(path))
 
     def write(self, record: Record) -> None:
         digest = record.key.digest
@@ -106,17 +117,34 @@ class DiskTier:
         if record.num_bytes > self.budget_bytes:
             raise TierError("too_large", f"{record.num_bytes} bytes", pause=False)
         self._make_room(record.num_bytes)
-        try:
-            self._write(record)
-        except OSError as error:
-            if not self._worth_another_try(error, record.num_bytes):
-                raise _tier_error(error) from error
+        for left in range(WRITE_TRIES)[::-1]:
             try:
                 self._write(record)
-            except OSError as again:
-                raise _tier_error(again) from again
+                break
+            except OSError as error:
+                if not left or not self._worth_another_try(error, record.num_bytes):
+                    raise _tier_error(error) from error
         with self._lock:
             self._index.put(digest, record.num_bytes)
+
+    def token_ids(self) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """Digest and token ids of each record that can be read, most recently used first.
+
+        They are not verified; a key made of them has the same digest, or they are not to be used.
+        """
+        with self._lock:
+            digests = self._index.newest()
+        for digest in digests:
+            try:
+                with self._path(digest).open("rb") as file:
+                    data = file.read(HEAD_BYTES)
+                    length = int.from_bytes(data[:8], "little")
+                    if len(data) <= length < LARGEST_HEAD:  # many layers, or many tokens
+                        data += file.read(LARGEST_HEAD)
+            except OSError:
+                continue
+            if (ids := token_ids_in(data)) is not None:
+                yield digest, ids
 
     def discard(self, key: ChunkKey) -> None:
         with self._lock:
@@ -160,6 +188,15 @@ class DiskTier:
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
         return self.folder / name[:2] / (name + SUFFIX)
+
+    def _open_direct(self, path: Path) -> int | None:
+        """The file once more, for reads past the page cache; None where that cannot be."""
+        if not self.direct:
+            return None
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:  # the file system cannot, or the file was just removed
+            return None
 
     def _used(self, digest: bytes, size: int, file: int) -> None:
         with self._lock:
@@ -274,17 +311,32 @@ class DiskTier:
 
 
 class FileSource:
-    """An open record; it stays readable after its file is removed."""
+    """An open record; it stays readable after its file is removed.
 
-    def __init__(self, file: int) -> None:
+    Args:
+        file: read through the page cache.
+        direct: the same file, read past it: whole pages, to where a page of memory begins. The store
+            reads layers to such places; what is left over at either end goes through the page cache.
+    """
+
+    def __init__(self, file: int, direct: int | None = None) -> None:
         self._file = file
+        self._direct = direct
+        # the device reads ahead of the checksums; or, with `direct`, nothing that is not asked for
+        advice = os.POSIX_FADV_WILLNEED if direct is None else os.POSIX_FADV_RANDOM
+        os.posix_fadvise(file, 0, 0, advice)
 
     def read(self, offset: int, into: memoryview) -> int:
         done = 0
+        address = np.frombuffer(into, dtype=np.uint8).ctypes.data if self._direct is not None else 0
         while done < into.nbytes:
+            file, end = self._part(offset + done, address + done, into.nbytes - done)
             try:
-                count = os.preadv(self._file, [into[done:]], offset + done)
+                count = os.preadv(file, [into[done : done + end]], offset + done)
             except OSError as error:
+                if file == self._direct and error.errno == errno.EINVAL:
+                    self._close_direct()  # the device's blocks are larger than pages
+                    continue
                 raise _tier_error(error, pause=False) from error
             if count == 0:
                 break
@@ -293,6 +345,21 @@ class FileSource:
 
     def close(self) -> None:
         os.close(self._file)
+        self._close_direct()
+
+    def _part(self, offset: int, address: int, num_bytes: int) -> tuple[int, int]:
+        """The file to read from, and how many bytes."""
+        before, whole = -offset % PAGE, num_bytes // PAGE * PAGE
+        if self._direct is None or (offset - address) % PAGE:
+            return self._file, num_bytes
+        if before or not whole:
+            return self._file, min(before or num_bytes, num_bytes)
+        return self._direct, whole
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
 
 
 def _tier_error(error: OSError, pause: bool = True) -> TierError:

@@ -59,7 +59,7 @@ class Fp8Layers(Sequence[LayerKV]):
     @property
     def described(self) -> Sequence[LayerKV]:
         """Shapes and type of what ``layers[i]`` gives, without memory."""
-        one = torch.empty(1, dtype=self._shape.dtype).expand(self._size)
+        one = torch.empty(1, dtype=self._shape.dtype, device=self._memory.device).expand(self._size)
         return ((one, one),) * len(self)
 
     def parts(self, index: int) -> tuple[torch.Tensor, ...]:

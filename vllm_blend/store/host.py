@@ -1,4 +1,4 @@
-"""Chunks in host memory: the tier that requests read from."""
+"""Chunks in memory: what requests read from."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class HostTier:
         budget_bytes: of the arena.
         pinned: page-locked; None: where there is a GPU.
         may_evict: asked before a chunk is dropped; a False keeps it for now. It must not call back.
+        device: whose memory; None: the host's.
 
     Attributes:
         pins: digests of chunks that are not evicted.
@@ -61,13 +62,14 @@ class HostTier:
         budget_bytes: int,
         pinned: bool | None = None,
         may_evict: Callable[[ChunkKey], bool] = lambda key: True,
+        device: torch.device | None = None,
     ) -> None:
         self.name = "host"
         self.stats = Stats()
         self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self._may_evict = may_evict
-        self._arena = Arena(budget_bytes, pinned)
+        self._arena = Arena(budget_bytes, pinned, device)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -80,10 +82,17 @@ class HostTier:
             self._entries.move_to_end(key.digest)
             kv = entry.kv() if entry.kv is not None else None
             if kv is None:
-                memory = self._arena.tensor(entry.extent, entry.num_bytes)
-                kv = StoredKV(_layers(memory, key))
+                kv = StoredKV(_layers(self._memory(entry), key))
                 entry.kv = weakref.ref(kv)
             return kv
+
+    def memory(self, key: ChunkKey) -> torch.Tensor | None:
+        """The chunk's bytes, uint8 ``[payload_bytes]``; this is no use of it."""
+        with self._lock:
+            entry = self._entries.get(key.digest)
+            if entry is None or entry.key.id_bytes != key.id_bytes:
+                return None
+            return self._memory(entry)
 
     def contains(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -94,15 +103,11 @@ class HostTier:
 
         If they do not suffice, it is memory of its own, which ``publish`` does not keep.
         """
-        num_bytes = Layout.of(key).payload_bytes
-        with self._lock:
-            extent = self._make_room(num_bytes)
-            if extent is not None:
-                memory = self._arena.tensor(extent, num_bytes)
-        if extent is None:
-            self.stats.add("overflows")
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return Slot(key, memory, _layers(memory, key), extent)
+        if (slot := self._reserve(key)) is not None:
+            return slot
+        self.stats.add("overflows")
+        memory = torch.empty(Layout.of(key).payload_bytes, dtype=torch.uint8)
+        return Slot(key, memory, _layers(memory, key), None)
 
     def publish(self, slot: Slot) -> None:
         """From now on the chunk is found; its memory must be filled and verified."""
@@ -138,6 +143,19 @@ class HostTier:
         with self._lock:
             for digest in list(self._entries):
                 self._remove(digest)
+
+    def _reserve(self, key: ChunkKey) -> Slot | None:
+        """Memory of the arena, or None."""
+        num_bytes = Layout.of(key).payload_bytes
+        with self._lock:
+            extent = self._make_room(num_bytes)
+            if extent is None:
+                return None
+            memory = self._arena.tensor(extent, num_bytes)
+        return Slot(key, memory, _layers(memory, key), extent)
+
+    def _memory(self, entry: _Entry) -> torch.Tensor:
+        return self._arena.tensor(entry.extent, entry.num_bytes)
 
     def _remove(self, digest: bytes) -> None:
         entry = self._entries.pop(digest, None)

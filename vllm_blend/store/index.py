@@ -141,6 +141,10 @@ class Index:
             newest_first = found[np.argsort(ticks[found])[::-1]]
             self._queue = [(int(ticks[i]), self._digest(i)) for i in newest_first.tolist()]
 
+    def newest(self) -> list[bytes]:
+        """Every chunk's digest, most recently used first."""
+        return [self._digest(i) for i in np.argsort(self._ticks[: self._count])[::-1].tolist()]
+
     def digests(self) -> list[bytes]:
         """Every chunk's digest."""
         return [self._digest(entry) for entry in range(self._count)]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_blend.core import StoredKV
 from vllm_blend.store.host import HostTier, Slot
@@ -74,6 +75,7 @@ class Loads:
         self._loads: dict[bytes, Load] = {}
         self._lock = threading.Condition()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="chunk-load")
+        self._checkers = ThreadPoolExecutor(threads, thread_name_prefix="chunk-check")
         self._closed = False
 
     def start(self, key: ChunkKey) -> Load | StoredKV:
@@ -103,6 +105,7 @@ class Loads:
         with self._lock:
             self._closed = True
         self._pool.shutdown(cancel_futures=True)
+        self._checkers.shutdown()
         for load in list(self._loads.values()):
             load.reason = Reason.CLOSED
             load.opened.set_result(None)
@@ -174,21 +177,51 @@ class Loads:
         checksums: list[bytes],
         started: float,
     ) -> None:
-        """Reads and verifies the layers that have not arrived yet."""
+        """Reads the layers that have not arrived yet; each is verified while the next one is read."""
         late = load.opened.result()
-        assert late is not None and load.lane is not None
+        assert late is not None
         memory: memoryview = slot.memory.numpy().data
         first = late.layers.arrived
-        for layer in range(first, layout.num_layers):
-            if self._closed:
-                raise TierError("closed", pause=False)
-            into = memory[layer * layout.layer_bytes : (layer + 1) * layout.layer_bytes]
-            count = source.read(layout.offset(layer), into)
-            if count != layout.layer_bytes:
-                raise Rejected(Reason.TRUNCATED, f"{count} bytes of layer {layer}")
-            if checksum(load.key, layer, into) != checksums[layer]:
-                raise Rejected(Reason.CORRUPT, f"layer {layer}")
-            if layer + 1 == layout.num_layers:
-                load.lane.loaded((layer + 1 - first) * layout.layer_bytes, started)
-                self._host.publish(slot)  # first, so that it is never found nowhere
-            late.layers.arrive()
+        checked: Future[str] | None = None
+        try:
+            for layer in range(first, layout.num_layers):
+                if self._closed:
+                    raise TierError("closed", pause=False)
+                into = memory[layer * layout.layer_bytes : (layer + 1) * layout.layer_bytes]
+                count = source.read(layout.offset(layer), into)
+                if count != layout.layer_bytes:
+                    raise Rejected(Reason.TRUNCATED, f"{count} bytes of layer {layer}")
+                if checked is not None and checked.done() and checked.result():
+                    break
+                check = partial(self._check, load, slot, layout, layer, first, started)
+                checked = self._checkers.submit(check, into, checksums[layer], checked)
+        finally:
+            # whatever happened: what is verified arrives, and then no more
+            wrong = checked.result() if checked is not None else ""
+        if wrong:
+            raise Rejected(Reason.CORRUPT, wrong)
+
+    def _check(
+        self,
+        load: Load,
+        slot: Slot,
+        layout: Layout,
+        layer: int,
+        first: int,
+        started: float,
+        data: memoryview,
+        expected: bytes,
+        before: Future[str] | None,
+    ) -> str:
+        """Verifies a layer, which arrives behind the one before it; returns what is wrong, or ""."""
+        right = checksum(load.key, layer, data) == expected
+        wrong = before.result() if before is not None else ""
+        if wrong or not right:
+            return wrong or f"layer {layer}"
+        late = load.opened.result()
+        assert late is not None and load.lane is not None
+        if layer + 1 == layout.num_layers:
+            load.lane.loaded((layer + 1 - first) * layout.layer_bytes, started)
+            self._host.publish(slot)  # first, so that it is never found nowhere
+        late.layers.arrive()
+        return ""

@@ -15,6 +15,7 @@ checksums and layers by the checksum. The same bytes lie in files, in Redis and 
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -182,6 +183,23 @@ def layers_in(
     both = memory.view(shape.dtype).view(shape.num_layers, 2, *shape.of(num_tokens))
     pairs = (pair.unbind(0) for pair in both.unbind(0))  # half the time of indexing
     return tuple((k, v) for k, v in pairs)
+
+
+def token_ids_in(data: bytes) -> tuple[int, ...] | None:
+    """The token ids in the beginning of a record; None where it is not one, or is cut short.
+
+    They are not verified: whoever uses them makes a key of them, and compares it with the record's.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(data[8 : 8 + length])
+        if header["__metadata__"]["version"] != str(FORMAT_VERSION):
+            return None
+        start, end = header["token_ids"]["data_offsets"]
+        ids = data[8 + length + start : 8 + length + end]
+        return struct.unpack(f"<{(end - start) // 4}i", ids)
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError):
+        return None
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """The chunk store: one object for whoever needs a chunk's KV, or has computed one.
 
 store = ChunkStore([DiskTier("/var/cache/chunks", 200 << 30)], host_bytes=16 << 30)
-kv = store.get(key)             # host memory, else the tiers in order; verified; None is a miss
+kv = store.get(key)             # memory, else the tiers in order; verified; None is a miss
 if kv is None:
     store.put(key, compute())   # returns at once; written from behind
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from vllm_blend.core import StoredKV
+from vllm_blend.store import gpu
+from vllm_blend.store.disk import DiskTier
 from vllm_blend.store.fp8 import Fp8Layers
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey, check_storage
@@ -28,9 +30,12 @@ from vllm_blend.store.load import Load, Loads
 from vllm_blend.store.record import Reason, Record
 from vllm_blend.store.tier import Level, Stats, Tier
 
+IN_MEMORY = "gpu", "host"
+"""Tiers from which nothing is loaded."""
+
 
 class ChunkStore:
-    """Chunks' KV in host memory and slower tiers; for several threads.
+    """Chunks' KV in memory and slower tiers; for several threads.
 
     What is put goes to host memory and to every tier; what a slower tier had is copied to the faster
     ones. Each tier drops what was used least recently, but nothing that is pinned; a chunk that leaves
@@ -39,6 +44,8 @@ class ChunkStore:
     Args:
         tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
         host_bytes: of host memory, taken at once.
+        gpu_bytes: of the GPU's memory, likewise: chunks that are found in host memory are copied there
+            behind their requests, and are found there from then on. 0: none.
         pinned: page-locked host memory; None: where there is a GPU.
         load_threads: loads that run at once; with fewer than a request has chunks, its last chunks'
             first layer comes late.
@@ -56,6 +63,7 @@ class ChunkStore:
         tiers: Sequence[Tier] = (),
         *,
         host_bytes: int,
+        gpu_bytes: int = 0,
         pinned: bool | None = None,
         load_threads: int = 16,
         write_behind_bytes: int = 1 << 30,
@@ -71,15 +79,19 @@ class ChunkStore:
         self._pending: dict[bytes, tuple[ChunkKey, StoredKV]] = {}  # put, not yet in host memory
         self._demoted: set[bytes] = set()
         self._host = HostTier(host_bytes, pinned, self._may_evict)
+        self._gpu = gpu.GpuTier(gpu_bytes) if gpu_bytes else None
+        self._to_gpu: set[bytes] = set()  # being copied, or waiting for it
         self._intake = Writer("host", write_behind_bytes)
+        self._uploads = Writer("gpu", write_behind_bytes) if self._gpu else None
         self._lanes = [Lane(tier, self._stats, write_behind_bytes) for tier in tiers]
         self._loads = Loads(self._host, self._lanes, load_threads, timeout_s, self._promote)
-        self._levels: list[Level] = [self._host, *tiers]
+        self._levels: list[Level] = [*([self._gpu] if self._gpu else []), self._host, *tiers]
         for level in self._levels:
             level.pins = self._pins
         writers = [self._intake, *(lane.writer for lane in self._lanes)]
+        self._writers = [*writers, *([self._uploads] if self._uploads else [])]
         # not weakref.finalize, which does not run where a forked process ends
-        self._at_exit = Finalize(self, _close_all, args=(writers,), exitpriority=10)
+        self._at_exit = Finalize(self, _close_all, args=(self._writers,), exitpriority=10)
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -119,6 +131,19 @@ class ChunkStore:
                 return waiting[1]
         return self._host.get(key)
 
+    def nearest(self, key: ChunkKey) -> StoredKV | None:
+        """A chunk's KV in GPU memory, or None; then, if host memory has it, it is copied there.
+
+        Never waits, and counts hits alone.
+        """
+        if self._gpu is None:
+            return None
+        if (found := self._gpu.get(key)) is not None:
+            self._stats.add("hits.gpu")
+        else:
+            self._upload(key)
+        return found
+
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Starts to load chunks that will be asked for; returns at once."""
         for key in keys:
@@ -130,14 +155,25 @@ class ChunkStore:
         return self.locate(key) is not None
 
     def locate(self, key: ChunkKey) -> str | None:
-        """The name of the fastest tier that says it has a chunk, ``"host"`` for memory, or None.
+        """The name of the fastest tier that says it has a chunk, or None; of memory one of IN_MEMORY.
 
         May ask a tier over the network. A tier that is paused has nothing.
         """
+        if self._gpu is not None and self._gpu.contains(key):
+            return self._gpu.name
         with self._lock:
             if key.digest in self._pending or self._host.contains(key):
                 return self._host.name
         return next((lane.name for lane in self._lanes if lane.contains(key)), None)
+
+    def token_ids(self) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """Digest and token ids of the chunks on disk, most recently used first; not verified.
+
+        For whoever finds chunks by content: ids belong to a chunk if its key has this digest.
+        """
+        for lane in self._lanes:
+            if isinstance(lane.tier, DiskTier):
+                yield from lane.tier.token_ids()
 
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
         """Keeps a chunk's KV. Never waits: it is copied and written from behind.
@@ -179,13 +215,15 @@ class ChunkStore:
             self._pins += Counter()  # drops the zeros, in place
 
     def discard(self, key: ChunkKey) -> None:
-        """Removes a chunk from host memory; KV in use stays valid. Slower tiers keep it."""
+        """Removes a chunk from memory; KV in use stays valid. Slower tiers keep it."""
         self._host.discard(key)
+        if self._gpu is not None:
+            self._gpu.discard(key)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Waits until all loads have ended and all is written; False if that takes longer."""
         deadline = time.monotonic() + timeout_s
-        steps = [self._loads.flush, self._intake.flush, *(lane.writer.flush for lane in self._lanes)]
+        steps = [self._loads.flush, *(writer.flush for writer in self._writers)]
         return all(flush(max(deadline - time.monotonic(), 0)) for flush in steps)
 
     def stats(self) -> dict[str, int]:
@@ -193,8 +231,9 @@ class ChunkStore:
 
         ``hits.TIER``, ``misses.REASON``, ``puts``, ``puts_dropped``, and by tier
         ``rejected.TIER.REASON``, ``failures.TIER.read.KIND``, ``skipped.TIER``, ``writes.TIER``,
-        ``writes_dropped.TIER``, ``bytes_read.TIER``, ``bytes_written.TIER``, ``evictions.TIER``;
-        levels: ``entries.TIER``, ``bytes.TIER``.
+        ``writes_dropped.TIER``, ``bytes_read.TIER``, ``bytes_written.TIER``, ``evictions.TIER``,
+        ``full.gpu`` (chunks not copied to the GPU: all that is there is in use); levels:
+        ``entries.TIER``, ``bytes.TIER``.
         """
         found = self._stats.snapshot()
         for level in self._levels:
@@ -208,8 +247,12 @@ class ChunkStore:
         self._intake.close()
         for lane in self._lanes:
             lane.close()
+        if self._uploads is not None:
+            self._uploads.close()
         self._at_exit.cancel()
         self._host.close()
+        if self._gpu is not None:
+            self._gpu.close()
 
     def __enter__(self) -> ChunkStore:
         return self
@@ -224,6 +267,8 @@ class ChunkStore:
 
     def _find(self, key: ChunkKey) -> StoredKV | Load | None:
         """The KV if it is in memory, else its load; None is a miss that is counted."""
+        if (near := self.nearest(key)) is not None:
+            return near
         with self._lock:
             if (waiting := self._pending.get(key.digest)) and waiting[0].id_bytes == key.id_bytes:
                 self._stats.add("hits.host")
@@ -248,6 +293,30 @@ class ChunkStore:
         else:
             self._stats.add(f"hits.{load.lane.name if load.lane else 'host'}")
         return kv
+
+    def _upload(self, key: ChunkKey) -> None:
+        """Copies a chunk from host memory to the GPU's, from behind."""
+        if self._gpu is None or self._uploads is None or not self._host.contains(key):
+            return
+        with self._lock:
+            if key.digest in self._to_gpu:
+                return
+            self._to_gpu.add(key.digest)
+        due = time.monotonic() + gpu.DELAY_S
+
+        def copy() -> None:
+            time.sleep(max(due - time.monotonic(), 0))
+            try:
+                memory = self._host.memory(key)
+                if memory is not None and self._gpu is not None:
+                    self._stats.add("writes.gpu" if self._gpu.copy_in(key, memory) else "full.gpu")
+            finally:
+                with self._lock:
+                    self._to_gpu.discard(key.digest)
+
+        if not self._uploads.submit(copy, 0):
+            with self._lock:
+                self._to_gpu.discard(key.digest)
 
     def _take_in(self, key: ChunkKey, kv: StoredKV, ready: Any) -> None:
         """Runs behind a put: into host memory, then to every tier."""

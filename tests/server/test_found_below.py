@@ -1,0 +1,151 @@
+"""Auto mode: chunks that are not in memory are found by content, after a restart too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from engines import Engine, make_engine
+
+from vllm_blend.server import fetches
+from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.store.disk import DiskTier
+
+AUTO = {"auto": True, "recomp_ratio": 0.3} | REPORT
+
+
+@contextmanager
+def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
+    store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
+    values = {"vllm_blend": {"store": store} | config}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=values) as engine,
+    ):
+        patch.setattr(fetches, "MIN_WAIT_S", 5.0)
+        patch.setattr(fetches, "LOCATE_S", 5.0)
+        yield engine
+
+
+def ask(engine: Engine, prompt: list[int], **field: Any) -> tuple[list[int], dict[str, Any]]:
+    scheduler(engine).reset_prefix_cache()
+    (output,) = outputs(engine, [prompt], [AUTO | field])
+    return answer(output), report(output)
+
+
+@pytest.fixture(scope="module")
+def written(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A folder that an engine wrote, and its answers: with three chunks, and with a tenant's two."""
+    folder, answers = tmp_path_factory.mktemp("chunks"), []
+    with server(tiny, folder) as engine:
+        for seeds, tenant in (([1, 2, 3], ""), ([4, 5], "a")):
+            prompt, spans = prompt_of(engine, seeds)
+            for _ in range(2):
+                found, told = ask(engine, prompt, spans=spans, tenant=tenant, auto=False)
+                drain(engine)
+            assert told["reused_tokens"] == 100 * len(seeds)
+            answers.append(found)
+        assert engine.model.chunks.tiers.store.flush()
+    return folder, answers
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_the_first_requests_after_a_restart(
+    tiny: Any, written: tuple[Path, list[list[int]]], auto: bool
+) -> None:
+    folder, answers = written
+    with server(tiny, folder, auto=auto) as engine:
+        if auto:
+            drain(engine)  # as a server does before its first request
+            assert scheduler(engine).blend_fetches._claims == {"": True}
+        prompt, _ = prompt_of(engine, [1, 2, 3])
+        found, told = ask(engine, prompt)
+        assert (told["reused_tokens"], told["loaded_chunks"], told["missed_chunks"]) == (300, 3, 0)
+        assert found == answers[0]
+        # a tenant's are its own
+        prompt, _ = prompt_of(engine, [4, 5])
+        for tenant, reused in (("", 0), ("b", 0), ("a", 200)):
+            found, told = ask(engine, prompt, tenant=tenant)
+            assert told["reused_tokens"] == reused, tenant
+        assert found == answers[1]
+        # a part of a chunk, behind other text
+        scheduler(engine).blend_chunks._drop(next(iter(scheduler(engine).blend_chunks._chunks)))
+        part = engine.ids(40, 70) + engine.ids(100, 1)[30:90] + engine.ids(10, 71)
+        _, told = ask(engine, part)
+        assert (told["reused_tokens"], told["loaded_chunks"]) == (60, 1)
+        assert scheduler(engine).blend_background.num_computed == 0
+        drain(engine)
+
+
+def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "FOUND_TENANTS", 3)
+    background: Any = SimpleNamespace(context=[1])
+    found = fetches.Fetches(KnownChunks(1000), background)
+    for number, tenant in enumerate("abcab" + "defg"):
+        if not found.claim(tenant):
+            assert len(found) == 1
+            found.claimed(tenant, [tuple(range(number, number + 50))])
+    assert len(found) == 0
+    assert [tenant for tenant, _ in found.take_orders(()).claim] == list("abcdefg")
+    assert list(found._below) == ["e", "f", "g"]
+    prompt = [*range(900, 910), *range(8, 58)]
+    assert found.find("g", prompt, 16) == [tuple(range(8, 58))]
+    assert not found.find("b", prompt, 16)
+    assert found.claim("g") and not found.claim("b")
+    monkeypatch.setattr(fetches, "FOUND_TOKENS", 40)
+    found.claimed("f", [tuple(range(60))])  # more than all that is kept, of all but itself
+    assert list(found._below) == ["f"]
+
+
+def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:
+    with server(tiny, tmp_path) as engine:
+        state = scheduler(engine)
+        prompt, spans = prompt_of(engine, [1, 2])
+        ask(engine, prompt, spans=spans)
+        drain(engine)
+        known, _ = ask(engine, prompt)
+        for key in list(state.blend_chunks._chunks):
+            state.blend_chunks._drop(key)
+        found, told = ask(engine, prompt)
+        assert (told["reused_tokens"], told["loaded_chunks"]) == (200, 2)
+        assert found == known
+        # and where the disk does not have it any more, it is computed
+        for key in list(state.blend_chunks._chunks):
+            state.blend_chunks._drop(key)
+        outputs(engine, [engine.ids(20, 7)], [None])
+        store = engine.model.chunks.tiers.store
+        for name in list(store._host._entries.values()):
+            store.discard(name.key)
+            store.lanes[0].tier.discard(name.key)
+        assert ask(engine, prompt)[1]["reused_tokens"] == 0
+        drain(engine)
+        assert ask(engine, prompt)[0] == known
+        assert state.blend_background.num_computed == 4
+
+
+def test_a_slow_disk_is_not_waited_for(
+    tiny: Any, written: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = DiskTier.token_ids
+
+    def slow(self: DiskTier) -> Iterator[Any]:
+        time.sleep(1.5)
+        yield from stock(self)
+
+    monkeypatch.setattr(DiskTier, "token_ids", slow)
+    with server(tiny, written[0]) as engine:
+        drain(engine)
+        monkeypatch.setattr(fetches, "LOCATE_S", 0.2)
+        prompt, _ = prompt_of(engine, [1, 2, 3])
+        start = time.monotonic()
+        _, told = ask(engine, prompt)
+        assert time.monotonic() - start < 1.2
+        assert told["reused_tokens"] == 0
+        drain(engine)  # waits for the disk
+        assert ask(engine, prompt)[1]["reused_tokens"] == 300
