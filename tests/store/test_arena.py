@@ -167,3 +167,12 @@ def test_the_arena_is_pinned_where_there_is_a_gpu() -> None:
     extent = arena.allocate(PAGE)
     assert extent is not None
     assert arena.tensor(extent, PAGE).is_pinned()
+
+
+def test_it_is_host_memory_whatever_is_the_default() -> None:
+    """vLLM makes models, and with them a server's store, with the GPU as torch's default device."""
+    with torch.device("meta"):
+        arena = Arena(PAGE)
+    extent = arena.allocate(PAGE)
+    assert extent is not None
+    assert arena.tensor(extent, 5).device.type == "cpu"

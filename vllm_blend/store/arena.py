@@ -58,7 +58,8 @@ class Arena:
     def __init__(
         self, num_bytes: int, pinned: bool | None = None, device: torch.device | None = None
     ) -> None:
-        on_host = device is None or device.type == "cpu"
+        device = device or torch.device("cpu")  # vLLM makes models with the GPU as torch's default
+        on_host = device.type == "cpu"
         pin = on_host and (torch.cuda.is_available() if pinned is None else pinned)
         block = torch.empty(num_bytes + PAGE, dtype=torch.uint8, pin_memory=pin, device=device)
         self._block = block[-block.data_ptr() % PAGE :]
