@@ -57,7 +57,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="instead: this shape, dummy weights")
     parser.add_argument("--tokenizer", type=pathlib.Path, help="of --shape (default: SmolLM2's folder)")
     parser.add_argument("--only", choices=("stock", "blend"), help="one of the two servers")
-    parser.add_argument("--metrics", type=pathlib.Path, help="leave /metrics there after each load")
+    parser.add_argument(
+        "--metrics", type=pathlib.Path, help="leave /metrics there after each load, and the logs"
+    )
     parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second")
     parser.add_argument(
         "--chunk-tokens", type=int, nargs=2, metavar=("FROM", "TO"), help="length of the documents"
@@ -100,11 +102,12 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     loads |= {"all at once": []}
     with ExitStack() as stack:
         kinds = [options.only] if options.only else list(servers)
-        up = {
-            kind: stack.enter_context(server(model, [*server_args.split(), *arguments], environment))
-            for kind in kinds
-            for _, arguments, environment in [servers[kind]]
-        }
+        up = {}
+        for kind in kinds:
+            _, arguments, environment = servers[kind]
+            log = log_of(kind, options.metrics)
+            started = server(model, [*server_args.split(), *arguments], environment, log)
+            up[kind] = stack.enter_context(started)
         urls = {kind: wait_for(kind, process) for kind, process in up.items()}
         if "blend" in urls:
             warm(urls["blend"], model, corpus)
@@ -217,7 +220,9 @@ class Server:
 
 
 @contextmanager
-def server(model: str, arguments: list[str], environment: dict[str, str]) -> Iterator[Server]:
+def server(
+    model: str, arguments: list[str], environment: dict[str, str], log: IO[bytes]
+) -> Iterator[Server]:
     """Starts an OpenAI server; it ends with the context."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -228,17 +233,22 @@ def server(model: str, arguments: list[str], environment: dict[str, str]) -> Ite
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-        **os.environ,
         "VLLM_LOGGING_LEVEL": "WARNING",
+        **os.environ,
         **environment,
     }
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            yield Server(process, f"http://127.0.0.1:{port}", log)
-        finally:
-            process.terminate()
-            process.wait(60)
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        yield Server(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        process.terminate()
+        process.wait(60)
+        log.close()
+
+
+def log_of(kind: str, folder: pathlib.Path | None) -> IO[bytes]:
+    """Where a server's log goes."""
+    return tempfile.TemporaryFile() if folder is None else (folder / f"{kind}.log").open("w+b")
 
 
 def wait_for(name: str, server: Server) -> str:

@@ -197,7 +197,6 @@ def plan_for(
 def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     """An fp32 in-process engine; gone when it ends."""
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     settings: dict[str, Any] = dict(
         dtype="float32",
@@ -215,10 +214,17 @@ def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     try:
         yield engine
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        shut_down(llm)
         del llm, engine
-        cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def shut_down(llm: Any) -> None:
+    """So that the next engine of this process finds nothing of this one."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:

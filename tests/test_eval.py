@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from vllm_blend.eval import across, compare
 from vllm_blend.eval.cli import methods_of, parser_of
 from vllm_blend.eval.compare import difference
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
 from vllm_blend.eval.methods import blend_settings, method_name, split_behind
 from vllm_blend.eval.metrics import score
-from vllm_blend.eval.runner import Result
-from vllm_blend.eval.stats import bootstrap, summarize
+from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result
+from vllm_blend.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tables import HEADER, grid, markdown
 from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.worst import main as worst_main
 from vllm_blend.eval.worst import worst
 from vllm_blend.settings import BlendSettings
 
@@ -156,6 +159,94 @@ def test_the_worst_examples_come_first() -> None:
     found = worst(rows, "hkvd@0.16", 2)
     assert [(r.example, r.kl) for r, _ in found] == [("1", 0.5), ("2", 0.3)]
     assert list(found[0][1]) == ["reuse", "hkvd@0.16"] and found[0][1]["reuse"].example == "1"
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Folders of two models on two sets, 40 examples each; ``hkvd@0.16`` loses a fifth of ``reuse``."""
+    draw, folders = np.random.default_rng(3), []
+    for model in ("big", "small"):
+        for task in ("t", "u"):
+            folders.append(folder / f"{model}-{task}")
+            folders[-1].mkdir()
+            base = Result(task, "", "full", 9, 0, "a", 1.0, None, True, 0.0, 0.0, 1.0)
+            rows = []
+            for example in range(40):
+                kl = float(draw.uniform(0.1, 0.3)) + (model == "small")
+                for method, share in (
+                    ("full", 0.0),
+                    ("reuse", 1.0),
+                    ("hkvd@0.16", 0.2),
+                    ("mapreduce", 3.0),
+                ):
+                    found = replace(base, example=str(example), method=method, score=1 - share * kl / 2)
+                    rows.append(replace(found, kl=None if method == "mapreduce" else share * kl))
+            (folders[-1] / RESULTS).write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+            (folders[-1] / RUN).write_text(json.dumps(asdict(Protocol(model))))
+    return folders
+
+
+def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = list(map(str, runs_of(tmp_path)))
+
+    def rows(*argv: str) -> list[list[str]]:
+        (compare.main if argv[0] == "compare" else across.main)([*argv[argv[0] == "compare" :]])
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    kl = rows("kl", *folders, "--methods", "reuse", "hkvd@0.16")
+    labels = ["big, t", "big, u", "small, t", "small, u"]
+    assert kl[0] == ["", "n", "`reuse`", "`hkvd@0.16`"]
+    means = ["big, mean of 2", "small, mean of 2", "all, mean of 4"]
+    assert [row[0] for row in kl[2:]] == labels + means
+    numbers = [float(row[2].split()[0]) for row in kl[2:]]
+    assert numbers[4] == pytest.approx((numbers[0] + numbers[1]) / 2, abs=1e-3)
+    assert numbers[6] == pytest.approx(sum(numbers[:4]) / 4, abs=1e-3)
+    assert [row[1] for row in kl[2:]] == ["40"] * 4 + [""] * 3
+    each = rows("methods", *folders, "--methods", "hkvd@0.16", "mapreduce")
+    assert [row[0] for row in each[2:4]] == ["`hkvd@0.16`", "`mapreduce`"] and len(each) == 4 * 4
+    assert each[3][2] == "" and each[3][6].startswith("0.") and each[2][2] == kl[2][3]
+    (lost,) = (row for row in rows("lost", *folders, "--methods", "reuse") if row[0] == "big, t")
+    share = rows("recovered", *folders, "--methods", "hkvd@0.16")[2]
+    assert share == ["big, t", lost[2], "80% [80%, 80%]", "80% [80%, 80%]"]
+    less = rows("compare", *folders, "--methods", "hkvd@0.16", "reuse", "--what", "kl")
+    assert less[0][2] == "kl: `hkvd@0.16` less `reuse`"
+    assert float(less[2][2].split()[0]) == pytest.approx(-0.8 * numbers[0], abs=2e-3)
+    across.main(["plot", *folders, "--policies", "hkvd", "--output", str(tmp_path / "kl.svg")])
+    picture = (tmp_path / "kl.svg").read_text()
+    assert all(label in picture for label in labels)
+    with pytest.raises(SystemExit):
+        across.main(["kl", *folders])
+    with pytest.raises(SystemExit):
+        compare.main([*folders, "--methods", "reuse"])
+
+
+def test_an_interval_over_groups_and_of_a_share() -> None:
+    """A small group moves the mean as much as a large one; pairs are not torn apart."""
+    draw = np.random.default_rng(5)
+    small, large = draw.normal(0, 1, 25).tolist(), draw.normal(3, 1, 400).tolist()
+    mean = bootstrap_over([small, large])
+    assert mean.value == pytest.approx((np.mean(small) + np.mean(large)) / 2)
+    assert mean.high - mean.low == pytest.approx(4 * (1 / 5) / 2, rel=0.3)
+    whole = draw.uniform(1, 9, 50)
+    share = bootstrap_gone((whole / 4).tolist(), whole.tolist())
+    assert share.value == pytest.approx(0.75) and share.high - share.low < 1e-9
+    noisy = bootstrap_gone((whole / 4 + draw.normal(0, 1, 50)).tolist(), whole.tolist())
+    assert noisy.low < 0.75 < noisy.high and noisy.high - noisy.low < 0.3
+
+
+def test_the_worst_of_several_runs_keep_to_their_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = runs_of(tmp_path)  # both models have the same examples
+    worst_main([*map(str, folders), "--count", "3"])
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    assert len(blocks) == 3
+    for block in blocks:
+        name, _, rest = block.partition(", ")
+        assert name.startswith("small-")  # its KL is higher
+        (hkvd,) = re.findall(r"hkvd@0\.16 +KL ([\d.]+)", rest)
+        (reuse,) = re.findall(r"reuse +KL ([\d.]+)", rest)
+        assert float(hkvd) == pytest.approx(0.2 * float(reuse), abs=1e-3) and float(reuse) > 1
 
 
 def test_synthetic_examples_need_more_than_one_chunk() -> None:

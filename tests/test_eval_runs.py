@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_blend.eval import cli
+from vllm_blend.eval.cli import make_blender
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.report import render
-from vllm_blend.eval.runner import RESULTS, Protocol, Result, Runner, read_results
+from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, read_results
 from vllm_blend.eval.stats import summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
@@ -23,12 +25,11 @@ from vllm_blend.settings import BlendSettings
 
 @pytest.fixture(scope="module")
 def blender(smollm2: Path) -> Iterator[Any]:
-    from engines import make_engine
+    from engines import shut_down
 
-    from vllm_blend import Blender
-
-    with make_engine(smollm2, enable_prefix_caching=True, disable_log_stats=False) as engine:
-        yield Blender(engine.llm, chat=False)
+    made = make_blender(smollm2, 2048, max_num_seqs=8, kv_cache_memory_bytes=2**28)
+    yield made
+    shut_down(made.llm)
 
 
 METHODS = ["reuse", "prefix", "mapreduce", "maprerank", "hkvd@1", "hkvd@0.3"]
@@ -71,6 +72,54 @@ def test_a_stopped_run_goes_on_where_it_was(run: tuple[Path, list[Result]], blen
     assert nothing.run(TASKS["synthetic"], synthetic("cut", 1), METHODS) == again
     with pytest.raises(ValueError, match="holds results of"):
         Runner(blender, Protocol("another"), folder)
+
+
+def test_examples_in_a_batch_get_what_they_get_alone(blender: Any, tmp_path: Path) -> None:
+    methods = ["reuse", "prefix", "mapreduce", "ahead@0.3", "hkvd@0.16:behind=nothing"]
+    runs = [
+        Runner(blender, Protocol("SmolLM2"), tmp_path / str(batch), batch).run(
+            TASKS["synthetic"], synthetic("cut", 2), methods
+        )
+        for batch in (1, 2)
+    ]
+    assert len(runs[0]) == len(runs[1]) == 2 * 6
+    for alone, together in zip(*runs, strict=True):
+        assert (together.example, together.method) == (alone.example, alone.method)
+        assert together.answer == alone.answer and together.same == alone.same
+        assert together.ttft is None and alone.ttft is not None
+        assert (together.kl is None) == (alone.method in ("prefix", "mapreduce"))
+        if alone.kl is not None:
+            assert together.kl == pytest.approx(alone.kl, rel=1e-3, abs=1e-5)
+            assert together.first_kl == pytest.approx(alone.first_kl, rel=1e-3, abs=1e-5)
+    with pytest.raises(ValueError, match="batch is 0"):
+        Runner(blender, Protocol("SmolLM2"), tmp_path, 0)
+
+
+def test_the_command_line_reaches_engine_and_runner(
+    blender: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scheduler = blender.llm.llm_engine.vllm_config.scheduler_config
+    assert scheduler.max_num_seqs == 8  # what the fixture asked for
+    asked: dict[str, Any] = {}
+
+    def make(model: Path | None, max_model_len: int, head: str, **engine: Any) -> Any:
+        asked.update(engine)
+        return blender
+
+    monkeypatch.setattr(cli, "make_blender", make)
+    engine = {"dtype": "float32", "max_num_seqs": 8}
+    run = ["--task", "synthetic", "--synthetic", "cut", "--limit", "4", "--skip", "1"]
+    more = ["--batch", "2", "--engine", json.dumps(engine), "--methods", "reuse"]
+    cli.main([*run, *more, "--output", str(tmp_path)])
+    assert asked == engine
+    found = read_results(tmp_path)
+    assert [r.example for r in found] == [e.id for e in synthetic("cut", 4)[1:] for _ in "01"]
+    assert all(r.ttft is None for r in found)
+    assert json.loads((tmp_path / RUN).read_text())["dtype"] == "float32"
+    assert "| synthetic | `reuse` | 3 |" in capsys.readouterr().out
 
 
 def test_forced_tokens_are_not_seen_by_the_question(blender: Any) -> None:

@@ -182,7 +182,7 @@ class Blender:
         context = self.frame.head if context is None else context
         plans = [CollectPlan(start=len(context)) for _ in chunks]
         prompts = [list(context + ids) for ids in chunks]
-        self._run(prompts, self._collect_params(), plans, use_tqdm)
+        self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
 
     def forget(self, chunk: Chunk) -> None:
@@ -228,7 +228,7 @@ class Blender:
     def generate(
         self,
         prompts: BlendPrompt | Sequence[BlendPrompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         settings: BlendSettings | Sequence[BlendSettings] | None = None,
         blend: bool = True,
@@ -238,7 +238,7 @@ class Blender:
 
         Args:
             prompts: one, or several to run as one batch.
-            sampling_params: vLLM's; None: the model's defaults.
+            sampling_params: vLLM's, or one for each prompt; None: the model's defaults.
             settings: for these prompts, instead of the blender's; or one for each of them.
             blend: False runs the same token ids as full prefill, to compare.
 
@@ -246,16 +246,19 @@ class Blender:
             vLLM's ``RequestOutput``, or a list of them for several prompts.
 
         Raises:
-            ValueError: if there are not as many settings as prompts.
+            ValueError: if there are not as many settings, or sampling parameters, as prompts.
         """
         many = [prompts] if isinstance(prompts, BlendPrompt) else list(prompts)
         params = sampling_params or self.llm.get_default_sampling_params()
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise ValueError(f"sampling_params has {len(each)} entries for {len(many)} prompts")
         if settings is None or isinstance(settings, BlendSettings):
             settings = [settings or self.settings] * len(many)
         elif len(settings) != len(many):
             raise ValueError(f"settings has {len(settings)} entries for {len(many)} prompts")
         plans = [BlendPlan(p.spans, s) for p, s in zip(many, settings, strict=True)] if blend else None
-        outputs = self._run([p.token_ids for p in many], params, plans, use_tqdm)
+        outputs = self._run([p.token_ids for p in many], each, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
 
     def _head_ids(self, head: str | Sequence[int] | None) -> TokenIds:
@@ -287,11 +290,11 @@ class Blender:
     def _run(
         self,
         prompts: list[list[int]],
-        params: SamplingParams,
+        params: Sequence[SamplingParams],
         plans: Sequence[BlendPlan | CollectPlan] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        each = [params.clone() for _ in prompts]
+        each = [one.clone() for one in params]
         for clone, plan in zip(each, plans or [], strict=plans is not None):
             clone.extra_args = (clone.extra_args or {}) | {EXTRA_ARG: plan}
         tokens: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]

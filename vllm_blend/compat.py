@@ -16,8 +16,12 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
     model's process can tell each other what they must know (``server/mail.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
-``OutputProcessor.request_states``   read, to abort what is left of a step that failed (``abort_all``).
-    Goes when ``LLM.generate`` aborts its requests where it raises.
+``OutputProcessor.request_states``   read, to abort what is left of a step that failed (``abort_all``),
+    and for the order of a batch (``running``).
+    Goes when ``LLM.generate`` aborts its requests where it raises, and tells their ids before they run.
+``GPUModelRunner.input_batch`` (the V1 runner)   read, for the requests of a step's logits
+    (``of_this_step``).
+    Goes with the first of these.
 
 What only engines on CUDA need is in ``compat_cuda.py``.
 """
@@ -252,6 +256,19 @@ def abort_all(llm: Any) -> None:
     engine = llm.llm_engine
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
     llm.reset_prefix_cache()  # blocks are hashed before they are filled
+
+
+def running(llm: Any) -> list[str]:
+    """Ids of an in-process engine's unfinished requests, oldest first, as the model has them."""
+    return list(llm.llm_engine.output_processor.request_states)
+
+
+def of_this_step(llm: Any) -> list[str]:
+    """Those of the requests of the step that runs, in the order of its rows of logits."""
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    if hasattr(runner, "model_state"):  # the V2 runner
+        return list(runner.model_state.step_req_ids)
+    return list(runner.input_batch.req_ids)
 
 
 def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_blend.blender import Blender, BlendPrompt
+from vllm_blend.compat import of_this_step, running
 
 if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
     from vllm_blend.settings import BlendSettings
 
 
@@ -57,8 +62,58 @@ def suffix_logits(
 
 def kl_divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
     """Mean KL(full || blended) over tokens, in nats; both ``[num_tokens, vocab_size]`` logits."""
+    return float(kl_by_token(full, blended).mean())
+
+
+def kl_by_token(full: torch.Tensor, blended: torch.Tensor) -> torch.Tensor:
+    """KL(full || blended) of each token, in nats, ``[num_tokens]``; logits as in ``kl_divergence``."""
     p, q = full.log_softmax(-1), blended.log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return (p.exp() * (p - q)).sum(-1)
+
+
+See = Callable[[list[int], list[int], torch.Tensor], None]
+"""Is shown a step's logits, ``[num_requests, vocab_size]`` in the model's type: the requests' places in
+the batch, and how many tokens each has had before."""
+
+
+@contextmanager
+def watching(llm: LLM, see: See, forced: Sequence[Sequence[int]] | None = None) -> Iterator[None]:
+    """Around one ``generate``: shows the logits of all its requests, and may force their tokens.
+
+    Prompts must be prefilled in one step each, and never be preempted.
+
+    Args:
+        llm: in process, without other requests.
+        forced: what each request of the batch is to answer, whatever its logits say.
+    """
+    outer: Any = llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+    stock = outer.compute_logits
+    place: dict[str, int] = {}
+    count: Counter[int] = Counter()
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits = stock(*args, **kwargs)
+        if not place:
+            place.update((name, index) for index, name in enumerate(running(llm)))
+        requests = [place[name] for name in of_this_step(llm)]
+        steps = [count[request] for request in requests]
+        count.update(requests)
+        see(requests, steps, logits)
+        if forced is not None:
+            # an engine that schedules ahead may run a step more than it needs
+            tokens = [
+                forced[request][min(step, len(forced[request]) - 1)]
+                for request, step in zip(requests, steps, strict=True)
+            ]
+            logits.fill_(-1e4)
+            logits.scatter_(1, torch.tensor(tokens, device=logits.device)[:, None], 0.0)
+        return logits
+
+    outer.compute_logits = compute_logits
+    try:
+        yield
+    finally:
+        del outer.compute_logits
 
 
 @dataclass(frozen=True)
@@ -90,34 +145,33 @@ def forced_logits(
     Raises:
         RuntimeError: if the engine computed the prompt in parts, or other requests were running.
     """
-    from vllm import SamplingParams
-
-    outer = blender.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
-    stock = outer.compute_logits
     kept: list[torch.Tensor] = []
 
-    def compute_logits(*args: Any, **kwargs: Any) -> Any:
-        logits = stock(*args, **kwargs)
-        step = len(kept)
+    def see(requests: list[int], steps: list[int], logits: torch.Tensor) -> None:
         kept.append(logits.float().clone())
-        if step < len(answer):
-            logits.fill_(-1e4)
-            logits[:, answer[step]] = 0
-        return logits
 
-    params = SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True, detokenize=False)
-    outer.compute_logits = compute_logits
-    try:
-        output = blender.generate(prompt, params, settings=settings, blend=blend)
-    finally:
-        del outer.compute_logits
+    with watching(blender.llm, see, [answer]):
+        output = blender.generate(prompt, forced_params(answer), settings=settings, blend=blend)
+    check_forced(output, answer)
+    ttft = output.metrics.first_token_latency if output.metrics else float("nan")
+    return Forced(torch.cat(kept[: len(answer)]), ttft)
+
+
+def forced_params(answer: Sequence[int]) -> SamplingParams:
+    """Of a request whose tokens are forced."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True, detokenize=False)
+
+
+def check_forced(output: RequestOutput, answer: Sequence[int]) -> None:
+    """Raises RuntimeError if the request did not answer what was forced."""
     if list(output.outputs[0].token_ids) != list(answer):
         raise RuntimeError(
-            f"the engine took {len(kept)} steps for {len(answer)} tokens; raise "
-            "max_num_batched_tokens to the prompt's length and leave the engine to this call alone"
+            f"the engine computed a prompt of {len(output.prompt_token_ids or ())} tokens in parts, or "
+            "twice; raise max_num_batched_tokens to the prompt's length and leave the engine to this "
+            "call alone"
         )
-    ttft = output.metrics.first_token_latency if output.metrics else float("nan")
-    return Forced(torch.cat(kept), ttft)
 
 
 def agreement(full: torch.Tensor, blended: torch.Tensor) -> float:

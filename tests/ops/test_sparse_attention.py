@@ -116,7 +116,7 @@ def test_the_oracle_is_torchs_causal_attention_where_all_rows_are_there(
     assert relative_error(sparse_attention_oracle(**args), expected[0].transpose(0, 1)) < 1e-6
 
 
-@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("group", [1, 3, 4, 6, 7])
 def test_rest_completes_attention_over_virtual_requests(
     device: torch.device, full_size: bool, group: int
 ) -> None:

@@ -8,11 +8,12 @@ python -m vllm_blend.eval --task synthetic --synthetic cut --limit 100 --output 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_blend.eval.data import Example, read_examples
 from vllm_blend.eval.methods import BEHIND, PLAIN, split_behind
@@ -34,6 +35,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         "--data", type=Path, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
     )
     parser.add_argument("--limit", type=int, help="examples (default: all)")
+    parser.add_argument("--skip", type=int, default=0, help="of them, leave out the first ones (0)")
     parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument("--policies", nargs="+", default=[], help="run each at every --ratios")
@@ -51,6 +53,20 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="examples whose requests run together; 1: one request at a time, which measures TTFT (1)",
+    )
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='arguments of vLLM\'s LLM, e.g. {"dtype": "float16", "gpu_memory_utilization": 0.3}',
+    )
+    parser.add_argument(
         "--output", type=Path, help="results go on here (default: a new folder in .out/)"
     )
     return parser
@@ -65,10 +81,13 @@ def methods_of(options: argparse.Namespace) -> list[str]:
     return [n if n in PLAIN or split_behind(n)[1] else f"{n}:behind={options.behind}" for n in names]
 
 
-def make_blender(model: Path | None, max_model_len: int, head: str = "") -> Blender:
+def make_blender(model: Path | None, max_model_len: int, head: str = "", **engine: Any) -> Blender:
     """An in-process engine that prefills a prompt in one step, on raw text behind ``head``.
 
     Prefix caching is on, since it is one of the methods; requests of others are salted apart.
+
+    Args:
+        engine: arguments of ``LLM``, instead of those chosen here.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -78,16 +97,16 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "") -> Blen
 
     from vllm_blend import Blender, embedded_model
 
-    llm = LLM(
-        model=str(model or embedded_model()),
+    chosen: dict[str, Any] = dict(
         dtype="auto" if torch.cuda.is_available() else "float32",
         max_model_len=max_model_len,
         max_num_batched_tokens=max(max_model_len, 8192),
+        enable_chunked_prefill=False,  # a prompt waits for a step that has room for all of it
         enable_prefix_caching=True,
         enforce_eager=True,
         disable_log_stats=False,
     )
-    return Blender(llm, chat=False, head=head)
+    return Blender(LLM(model=str(model or embedded_model()), **chosen | engine), chat=False, head=head)
 
 
 def evaluate(
@@ -102,7 +121,7 @@ def evaluate(
     task = TASKS[task_name]
     if options.max_tokens:
         task = replace(task, max_tokens=options.max_tokens)
-    blender = make_blender(options.model, options.max_model_len, task.header)
+    blender = make_blender(options.model, options.max_model_len, task.header, **options.engine)
     protocol = Protocol(
         options.model.name if options.model else "SmolLM2-135M-Instruct",
         options.chunk_tokens,
@@ -111,9 +130,10 @@ def evaluate(
         not options.no_answers,
         options.max_tokens,
         options.passage_tokens,
+        str(options.engine.get("dtype", "auto")),
     )
     folder = options.output or Path(".out") / default_output
-    runner = Runner(blender, protocol, folder)
+    runner = Runner(blender, protocol, folder, options.batch)
     summaries = summarize(runner.run(task, examples, methods))
     print(f"\n{protocol.model}, score: {task.metric}; results in {folder}\n")
     print(write_tables(summaries, folder))
@@ -125,7 +145,7 @@ def run_task(
     """An example script: one task, its own small set by default."""
     options = parser_of(description).parse_args(argv)
     examples = read_examples(options.data or own_data, options.limit, options.max_passages)
-    evaluate(task_name, examples, options, task_name)
+    evaluate(task_name, examples[options.skip :], options, task_name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -141,4 +161,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         examples = synthetic(options.synthetic, options.limit or 100, options.people)
     else:
         examples = read_examples(options.data, options.limit, options.max_passages)
-    evaluate(options.task, examples, options, options.synthetic or options.task)
+    evaluate(options.task, examples[options.skip :], options, options.synthetic or options.task)

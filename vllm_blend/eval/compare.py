@@ -1,35 +1,38 @@
-"""Two methods beside each other, over all the tasks of some runs.
+"""Two methods beside each other, example by example, over the tasks of some runs.
 
 python -m vllm_blend.eval.compare .out/cut .out/wikimqa --methods ahead@0.08 hkvd@0.16
+python -m vllm_blend.eval.compare .out/* --methods ahead@0.08 hkvd@0.16 ahead@0.16 hkvd@0.16 --what kl
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from vllm_blend.eval.runner import Result, read_results
+from vllm_blend.eval.across import Run, grid, read_runs
+from vllm_blend.eval.runner import Result
 from vllm_blend.eval.stats import Mean, bootstrap
-from vllm_blend.eval.tables import interval
+
+
+def differences(one: str, two: str, what: Literal["kl", "score"], run: Run) -> dict[str, float]:
+    """By example: KL to full prefill (or score) of method ``one`` less that of ``two``."""
+    left, right = run.values(one, what), run.values(two, what)
+    return {example: left[example] - right[example] for example in left if example in right}
 
 
 def difference(
     results: Sequence[Result], one: str, two: str, what: Literal["kl", "score"] = "kl"
 ) -> tuple[int, Mean]:
-    """KL to full prefill (or score) of method ``one`` less that of ``two``, on the examples both have.
+    """The mean of ``differences`` in one task.
 
     Returns:
         The number of examples, and the mean with its interval; KL below 0: ``one`` is nearer.
     """
-    found: dict[str, dict[tuple[str, str], float]] = {one: {}, two: {}}
-    for result in results:
-        value: float | None = getattr(result, what)
-        if result.method in found and value is not None:
-            found[result.method][result.task, result.example] = value
-    both = found[one].keys() & found[two].keys()
-    return len(both), bootstrap([found[one][key] - found[two][key] for key in sorted(both)])
+    found = differences(one, two, what, Run("", "", results))
+    return len(found), bootstrap(list(found.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,15 +40,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--methods", nargs=2, required=True, metavar=("ONE", "TWO"))
+    parser.add_argument("--methods", nargs="+", required=True, metavar="ONE TWO", help="pairs")
+    parser.add_argument("--what", nargs="+", choices=("kl", "score"), default=["kl", "score"])
     options = parser.parse_args(argv)
-    one, two = options.methods
-    print(f"| `{one}` less `{two}` | n | KL | score |\n|---|---|---|---|")
-    for folder in options.folders:
-        results = read_results(folder)
-        count, kl = difference(results, one, two)
-        _, score = difference(results, one, two, "score")
-        print(f"| {folder.name} | {count} | {interval(kl, 4)} | {interval(score)} |")
+    if len(options.methods) % 2:
+        parser.error(f"--methods has {len(options.methods)} names; give pairs")
+    pairs = list(zip(options.methods[::2], options.methods[1::2], strict=True))
+    columns = {
+        f"{what}: `{one}` less `{two}`": partial(differences, one, two, what)
+        for what in options.what
+        for one, two in pairs
+    }
+    print(grid(read_runs(options.folders), columns))
 
 
 if __name__ == "__main__":

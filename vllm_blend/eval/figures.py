@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_blend.eval.diagnose import Diagnosis
 from vllm_blend.eval.methods import blend_settings
-from vllm_blend.eval.stats import Summary
+from vllm_blend.eval.stats import Summary, summarize
+
+if TYPE_CHECKING:
+    from vllm_blend.eval.across import Run
 
 
 def draw(fill: Callable[[Any], None], width: float = 7.5, height: float = 3.2) -> str:
@@ -96,6 +101,38 @@ def kl_by_ratio(summaries: Sequence[Summary], task: str) -> str:
         axes.legend(ncols=2, fontsize=8)
 
     return draw(fill, height=3.8)
+
+
+def kl_of_runs(runs: Sequence[Run], policies: Sequence[str], path: Path) -> None:
+    """KL to full prefill against the ratio, with its interval: a row a model, a column a set."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # words as text, and the same bytes each time
+    matplotlib.rcParams.update({"svg.hashsalt": "vllm_blend", "svg.fonttype": "none"})
+    models, tasks = ([*dict.fromkeys(getattr(r, of) for r in runs)] for of in ("model", "task"))
+    figure = Figure(figsize=(2.6 * len(tasks), 2.1 * len(models)), layout="constrained")
+    grid = figure.subplots(len(models), len(tasks), squeeze=False, sharex=True)
+    for run in runs:
+        axes = grid[models.index(run.model)][tasks.index(run.task)]
+        found = {s.method: s.kl for s in summarize(run.results) if s.kl}
+        for policy in policies:
+            ratios = {
+                0.0 if method == "reuse" else float(method.split("@")[1]): kl
+                for method, kl in found.items()
+                if method == "reuse" or re.fullmatch(re.escape(policy) + r"@[\d.]+", method)
+            }
+            x = sorted(ratio for ratio in ratios if ratio < 1)
+            axes.plot(x, [ratios[r].value for r in x], marker=".", label=policy)
+            axes.fill_between(x, [ratios[r].low for r in x], [ratios[r].high for r in x], alpha=0.2)
+        axes.set(ylim=(0, None))
+        axes.set_title(run.label, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.locator_params(nbins=4)
+    grid[0][0].legend(fontsize=8)
+    figure.supxlabel("recompute ratio", fontsize=9)
+    figure.supylabel("KL to full prefill", fontsize=9)
+    figure.savefig(path, dpi=100, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def ttft_bars(summaries: Sequence[Summary], task: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs methods on examples; once an example is done, each method's result is a line of JSON.
+"""Runs methods on examples; once one is done, or a batch of them, each result is a line of JSON.
 
 A run is paired: every method gets the same token ids as full prefill, and is compared with it on the
 answer that full prefill gives. A run that was stopped goes on where it was: what has a line is not run
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from vllm_blend.eval import asking
+from vllm_blend.eval import asking, forcing
 from vllm_blend.eval.data import Example
 from vllm_blend.eval.methods import BEHIND, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
-from vllm_blend.quality import Forced, agreement, forced_logits, kl_divergence
 
 if TYPE_CHECKING:
     from vllm_blend.blender import Blender
@@ -43,6 +43,7 @@ class Result:
         top1: share of those tokens at which the first choice is full prefill's.
         same: whether the answer is full prefill's, token for token; None likewise.
         ttft: seconds from request to first token; MapReduce and MapRerank count the chunks' answers.
+            None in a run of batches, where requests wait for each other.
     """
 
     task: str
@@ -52,7 +53,7 @@ class Result:
     num_reused: int
     answer: str | None
     score: float | None
-    ttft: float
+    ttft: float | None
     same: bool | None
     kl: float | None = None
     first_kl: float | None = None
@@ -70,6 +71,28 @@ class Protocol:
     answers: bool = True  # False: only what teacher forcing tells, in half the time
     max_tokens: int | None = None  # of an answer; None: the task's
     passage_tokens: int | None = None  # a longer passage loses its end
+    dtype: str = "auto"
+
+
+@dataclass
+class Cell:
+    """One method on one example, while it is being filled in: how far it is, and what it answers.
+
+    Attributes:
+        asker: of chunks computed behind what the method says.
+        full: what full prefill says.
+    """
+
+    method: str
+    asker: asking.Asker
+    full: forcing.Full
+    distance: forcing.Distance | None = None
+    answer: asking.Answer | None = None
+
+    @property
+    def settings(self) -> BlendSettings | None:
+        """None if the method does not blend."""
+        return blend_settings(self.method)
 
 
 class Runner:
@@ -79,16 +102,20 @@ class Runner:
         blender: with ``chat=False`` for tasks with worked examples.
         protocol: of the run.
         folder: where results go; made if it is not there.
+        batch: examples whose requests run together; 1: one request after the other, which takes longer
+            and measures TTFT.
 
     Raises:
         ValueError: if the folder holds results of another protocol; names both.
     """
 
-    def __init__(self, blender: Blender, protocol: Protocol, folder: Path) -> None:
-        self.blender, self.protocol, self.folder = blender, protocol, folder
+    def __init__(self, blender: Blender, protocol: Protocol, folder: Path, batch: int = 1) -> None:
+        if batch < 1:
+            raise ValueError(f"batch is {batch}; allowed: 1 or more")
+        self.blender, self.protocol, self.folder, self.batch = blender, protocol, folder, batch
         folder.mkdir(parents=True, exist_ok=True)
         found = folder / RUN
-        if found.exists() and json.loads(found.read_text()) != asdict(protocol):
+        if found.exists() and Protocol(**json.loads(found.read_text())) != protocol:
             raise ValueError(
                 f"{folder} holds results of {found.read_text().strip()}, not of "
                 f"{json.dumps(asdict(protocol))}; give another folder"
@@ -107,110 +134,120 @@ class Runner:
             missing = [m for m in names if (task.name, example.id, m) not in done]
             if missing:
                 work.append((example, missing))
-        with (self.folder / RESULTS).open("a") as file, tqdm(work, unit="example") as bar:
-            for example, missing in bar:
-                bar.set_description(f"{task.name} {example.id}"[:40])
-                for result in self.example(task, example, missing):
+        with (self.folder / RESULTS).open("a") as file, tqdm(total=len(work), unit="example") as bar:
+            for start in range(0, len(work), self.batch):
+                part = work[start : start + self.batch]
+                bar.set_description(f"{task.name} {part[0][0].id}"[:40])
+                for result in self.examples(task, part):
                     self.results.append(result)
                     file.write(json.dumps(asdict(result)) + "\n")
-                    file.flush()
+                file.flush()
+                bar.update(len(part))
         return [r for r in self.results if r.task == task.name and r.method in names]
 
-    def example(self, task: Task, example: Example, methods: Sequence[str]) -> Iterable[Result]:
-        """One example by each method; its chunks' KV is dropped afterwards."""
-        askers: dict[str | None, asking.Asker] = {}
+    def examples(self, task: Task, work: Sequence[tuple[Example, Sequence[str]]]) -> list[Result]:
+        """Each example by its methods; the chunks' KV is dropped afterwards."""
+        behinds = {None, *(split_behind(method)[1] for _, methods in work for method in methods)}
+        askers: dict[str | None, list[asking.Asker]] = {}
         try:
-            askers[None] = self._asker(task, example, None)
-            full = askers[None].full()
-            forced = full.token_ids[: self.protocol.kl_tokens]
-            exact = forced_logits(self.blender, askers[None].prompt, forced, blend=False)
-            found: list[tuple[Result, asking.Answer | None]] = []
-            pending: dict[int, tuple[asking.Asker, BlendSettings]] = {}
-            for method in methods:
-                name, behind = split_behind(method)
-                if behind not in askers:
-                    askers[behind] = self._asker(task, example, behind)
-                found.append(self._compared(method, task, example, askers[behind], full, exact))
-                settings = blend_settings(name)
-                if self.protocol.answers and settings is not None and found[-1][1] is None:
-                    pending[len(found) - 1] = (askers[behind], settings)
-            answers = asking.ask_blended([*pending.values()])
-            for index, blended in zip(pending, answers, strict=True):
-                found[index] = found[index][0], blended
-            for result, answer in found:
-                yield result if answer is None else _answered(result, answer, full, task, example)
+            for behind in behinds:
+                askers[behind] = self._askers(task, [example for example, _ in work], behind)
+            fulls = forcing.full_prefill(askers[None], self.protocol.kl_tokens)
+            cells = [
+                Cell(method, askers[split_behind(method)[1]][index], full)
+                for index, ((_, methods), full) in enumerate(zip(work, fulls, strict=True))
+                for method in methods
+            ]
+            self._compare(cells)
+            self._answer(cells)
+            return [self._result(cell) for cell in cells]
         finally:
-            for asker in askers.values():
+            for asker in (asker for found in askers.values() for asker in found):
                 for chunk in asker.chunks:
                     self.blender.forget(chunk)
 
-    def _asker(self, task: Task, example: Example, behind: str | None) -> asking.Asker:
-        """The same prompt each time, of chunks computed behind its head or something else."""
+    def _askers(
+        self, task: Task, examples: Sequence[Example], behind: str | None
+    ) -> list[asking.Asker]:
+        """The same prompts each time, of chunks computed behind their head or something else."""
         tokenizer = self.blender.tokenizer
         head: str | list[int] = task.header if behind is None else BEHIND[behind]
         if behind == "bos":
             head = [bos_id(tokenizer)]
         protocol = self.protocol
-        ids = task.chunks(tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens)
-        chunks = self.blender.chunks(ids, head=head)
-        prompt = self.blender.prompt(chunks, task.ask(example), head=task.header)
-        return asking.Asker(self.blender, task, example, chunks, prompt)
+        ids = [
+            task.chunks(tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens)
+            for example in examples
+        ]
+        chunks = iter(self.blender.chunks([piece for own in ids for piece in own], head=head))
+        found = []
+        for example, own in zip(examples, ids, strict=True):
+            these = list(islice(chunks, len(own)))
+            prompt = self.blender.prompt(these, task.ask(example), head=task.header)
+            found.append(asking.Asker(self.blender, task, example, these, prompt))
+        return found
 
-    def _compared(
-        self,
-        method: str,
-        task: Task,
-        example: Example,
-        asker: asking.Asker,
-        full: asking.Answer,
-        exact: Forced,
-    ) -> tuple[Result, asking.Answer | None]:
-        """A method without its answer, and the answer where it is known already."""
-        settings = blend_settings(method)
+    def _compare(self, cells: Sequence[Cell]) -> None:
+        """Fills in how far each blended prompt is, and the answer where that tells it."""
+        blended = [(cell, settings) for cell in cells if (settings := cell.settings) is not None]
+        # all together, or each alone
+        size = max(len(blended), 1) if self.batch > 1 else 1
+        for start in range(0, len(blended), size):
+            part = blended[start : start + size]
+            found = forcing.distances([(cell.asker, settings, cell.full) for cell, settings in part])
+            for (cell, _), distance in zip(part, found, strict=True):
+                cell.distance = distance
+                whole = len(cell.full.forced) == len(cell.full.answer.token_ids)
+                if distance.top1 == 1 and whole:
+                    cell.answer = cell.full.answer
+
+    def _answer(self, cells: Sequence[Cell]) -> None:
+        """Fills in the answers that are still to be had."""
+        of: dict[str, list[Cell]] = {}
+        for cell in cells:
+            of.setdefault(cell.method, []).append(cell)
+        for cell in of.get("full", []):
+            cell.answer = cell.full.answer
+        if prefixed := of.get("prefix"):
+            _fill(prefixed, asking.ask_prefixed([cell.asker for cell in prefixed]))
+        reduced, reranked = of.get("mapreduce", []), of.get("maprerank", [])
+        if mapping := {cell.asker.example.id: cell.asker for cell in (*reduced, *reranked)}:
+            each = asking.ask_each_chunk([*mapping.values()])
+            mapped = dict(zip(mapping, each, strict=True))
+            if reduced:
+                parts = [mapped[cell.asker.example.id] for cell in reduced]
+                _fill(reduced, asking.ask_reduced([cell.asker for cell in reduced], parts))
+            _fill(reranked, [mapped[cell.asker.example.id].best() for cell in reranked])
+        if self.protocol.answers:
+            left = [(c, settings) for c in cells if c.answer is None and (settings := c.settings)]
+            _fill([c for c, _ in left], asking.ask_blended([(c.asker, s) for c, s in left]))
+
+    def _result(self, cell: Cell) -> Result:
+        asker, full, distance = cell.asker, cell.full.answer, cell.distance
+        answer = cell.answer if self.protocol.answers or cell.settings is None else None
         numbers: dict[str, float] = {}
-        answer: asking.Answer | None = full
-        ttft = full.ttft
-        if method == "full":
+        ttft = distance.ttft if distance else cell.answer.ttft if cell.answer else None
+        if distance is not None:
+            numbers = dict(kl=distance.kl, first_kl=distance.first_kl, top1=distance.top1)
+        elif cell.method == "full":
             numbers = dict(kl=0.0, first_kl=0.0, top1=1.0)
-        elif settings is None:
-            answer = asker.by(method)
-            ttft = answer.ttft
-        else:
-            forced = full.token_ids[: self.protocol.kl_tokens]
-            blended = forced_logits(self.blender, asker.prompt, forced, settings=settings)
-            ttft = blended.ttft
-            numbers = dict(
-                kl=kl_divergence(exact.logits, blended.logits),
-                first_kl=kl_divergence(exact.logits[:1], blended.logits[:1]),
-                top1=agreement(exact.logits, blended.logits),
-            )
-            known = numbers["top1"] == 1 and len(forced) == len(full.token_ids)
-            answer = full if known and self.protocol.answers else None
-        result = Result(
-            task=task.name,
-            example=example.id,
-            method=method,
+        return Result(
+            task=asker.task.name,
+            example=asker.example.id,
+            method=cell.method,
             num_tokens=len(asker.prompt.token_ids),
-            num_reused=asker.prompt.num_reused if settings else 0,
-            answer=None,
-            score=None,
-            ttft=ttft,
-            same=None,
+            num_reused=asker.prompt.num_reused if cell.settings else 0,
+            answer=answer.text if answer else None,
+            score=score(asker.task.metric, answer.text, asker.example.answers) if answer else None,
+            ttft=ttft if self.batch == 1 else None,
+            same=answer.token_ids == full.token_ids if answer else None,
             **numbers,
         )
-        return result, answer
 
 
-def _answered(
-    result: Result, answer: asking.Answer, full: asking.Answer, task: Task, example: Example
-) -> Result:
-    """The result with an answer and its score."""
-    return replace(
-        result,
-        answer=answer.text,
-        score=score(task.metric, answer.text, example.answers),
-        same=answer.token_ids == full.token_ids,
-    )
+def _fill(cells: Sequence[Cell], answers: Sequence[asking.Answer]) -> None:
+    for cell, answer in zip(cells, answers, strict=True):
+        cell.answer = answer
 
 
 def bos_id(tokenizer: Any) -> int:
@@ -236,3 +273,9 @@ def read_results(folder: Path) -> list[Result]:
         path.write_text(text)
     rows: list[Any] = [json.loads(line) for line in text.splitlines()]
     return [Result(**row) for row in rows]
+
+
+def model_of(folder: Path) -> str | None:
+    """The model that a folder's results are of; None if it does not say."""
+    path = folder / RUN
+    return Protocol(**json.loads(path.read_text())).model if path.exists() else None

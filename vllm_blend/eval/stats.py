@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_blend.eval.runner import Result
 
-RESAMPLES = 2000
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,36 @@ class Mean:
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Mean:
     """The mean of ``values`` and its interval; NaN where there are none."""
-    data = np.asarray(values, dtype=float)
-    if not data.size:
-        return Mean(float("nan"), float("nan"), float("nan"))
-    draws = np.random.default_rng(seed).integers(0, data.size, (RESAMPLES, data.size))
-    low, high = np.percentile(data[draws].mean(axis=1), [2.5, 97.5])
-    return Mean(float(data.mean()), float(low), float(high))
+    return bootstrap_over([values], seed)
+
+
+def bootstrap_over(groups: Sequence[Sequence[float]], seed: int = 0) -> Mean:
+    """The mean of the groups' means: each group counts the same, and is drawn for itself."""
+    random = np.random.default_rng(seed)
+    found = [_means(np.asarray(values, dtype=float), random) for values in groups]
+    mean, drawn = (np.mean([f[i] for f in found], axis=0) for i in range(2))
+    return _interval(float(mean), drawn)
+
+
+def bootstrap_gone(left: Sequence[float], whole: Sequence[float], seed: int = 0) -> Mean:
+    """The share of ``whole``'s sum that ``left``'s does not have; pairs are drawn together."""
+    pairs = np.stack([np.asarray(left, dtype=float), np.asarray(whole, dtype=float)], axis=1)
+    (one, other), drawn = _means(pairs, np.random.default_rng(seed))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval(float(1 - np.divide(one, other)), 1 - drawn[:, 0] / drawn[:, 1])
+
+
+def _means(data: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over the first dimension, and those of ``RESAMPLES`` draws."""
+    if not len(data):
+        return np.full(data.shape[1:], np.nan), np.full((RESAMPLES, *data.shape[1:]), np.nan)
+    draws = random.integers(0, len(data), (RESAMPLES, len(data)))
+    return data.mean(axis=0), data[draws].mean(axis=1)
+
+
+def _interval(value: float, drawn: np.ndarray) -> Mean:
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Mean(value, float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -44,8 +68,8 @@ class Summary:
         recovered: share of full reuse's KL that is gone; None without full reuse on the same examples.
         top1: share of those tokens with full prefill's first choice.
         same: share of answers that are full prefill's, token for token.
-        ttft: median, seconds.
-        speedup: median of full prefill's TTFT over this one's.
+        ttft: median, seconds; None if any was not measured.
+        speedup: median of full prefill's TTFT over this one's; None likewise.
     """
 
     task: str
@@ -57,8 +81,8 @@ class Summary:
     recovered: float | None
     top1: float | None
     same: float | None
-    ttft: float
-    speedup: float
+    ttft: float | None
+    speedup: float | None
 
 
 def summarize(results: Sequence[Result]) -> list[Summary]:
@@ -91,6 +115,8 @@ def _summary(
     reused = [reuse[e].kl or 0.0 for e in rows if e in reuse]
     if kl and len(reused) == len(kl) and sum(reused) > 0:
         recovered = 1 - sum(kl) / sum(reused)
+    ttft = [r.ttft for r in rows.values() if r.ttft]
+    speedups = [t / r.ttft for e, r in rows.items() if (t := full[e].ttft) and r.ttft]
     return Summary(
         task=task,
         method=method,
@@ -101,6 +127,6 @@ def _summary(
         recovered=recovered,
         top1=sum(top1) / len(top1) if top1 else None,
         same=sum(same) / len(same) if same else None,
-        ttft=median(r.ttft for r in rows.values()),
-        speedup=median(full[e].ttft / r.ttft for e, r in rows.items()),
+        ttft=median(ttft) if len(ttft) == len(rows) else None,
+        speedup=median(speedups) if len(speedups) == len(rows) else None,
     )

@@ -19,9 +19,13 @@ HEADER = (
 
 def markdown(summaries: Sequence[Summary]) -> str:
     """A table; means with their 95% interval in brackets."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| " + " | ".join(row(summary)) + " |" for summary in summaries]
-    return "\n".join(lines) + "\n"
+    return table(HEADER, [row(summary) for summary in summaries])
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells as a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def grid(summaries: Sequence[Summary], task: str) -> str:
@@ -36,11 +40,8 @@ def grid(summaries: Sequence[Summary], task: str) -> str:
     ratios = sorted({ratio for line in cells.values() for ratio in line})
     if len(ratios) < 2:
         return ""
-    lines = [f"| {task}: KL to full | " + " | ".join(f"{ratio:.0%}" for ratio in ratios) + " |"]
-    lines.append("|" + "---|" * (len(ratios) + 1))
-    for policy, line in cells.items():
-        lines.append(f"| `{policy}` | " + " | ".join(line.get(ratio, "") for ratio in ratios) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [[f"`{policy}`", *(line.get(r, "") for r in ratios)] for policy, line in cells.items()]
+    return table([f"{task}: KL to full", *(f"{ratio:.0%}" for ratio in ratios)], rows)
 
 
 def row(summary: Summary) -> list[str]:
@@ -55,12 +56,13 @@ def row(summary: Summary) -> list[str]:
         percent(summary.recovered),
         percent(summary.top1),
         percent(summary.same),
-        f"{summary.ttft:.2f} s",
-        f"{summary.speedup:.2f}x",
+        "-" if summary.ttft is None else f"{summary.ttft:.2f} s",
+        "-" if summary.speedup is None else f"{summary.speedup:.2f}x",
     ]
 
 
 def interval(mean: Mean, digits: int = 3) -> str:
+    """``value [low, high]``; "-" where there is nothing."""
     if isnan(mean.value):
         return "-"
     return f"{mean.value:.{digits}f} [{mean.low:.{digits}f}, {mean.high:.{digits}f}]"

@@ -75,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
-    examples = read_examples(options.data, options.limit, options.max_passages)
-    blender = make_blender(options.model, options.max_model_len, TASKS[options.task].header)
+    examples = read_examples(options.data, options.limit, options.max_passages)[options.skip :]
+    blender = make_blender(
+        options.model, options.max_model_len, TASKS[options.task].header, **options.engine
+    )
     model = options.model.name if options.model else "SmolLM2-135M-Instruct"
     protocol = Protocol(
         model,
@@ -85,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.max_passages,
         answers=False,
         passage_tokens=options.passage_tokens,
+        dtype=str(options.engine.get("dtype", "auto")),
     )
-    runner = Runner(blender, protocol, options.output or Path(".out/tune"))
+    runner = Runner(blender, protocol, options.output or Path(".out/tune"), options.batch)
     task = TASKS[options.task]
     best = tune(runner, task, examples, options.quality, options.policies, options.ratios)
     if best is None:
@@ -95,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     assert best.kl is not None
     options.settings.write_text(json.dumps(settings_of(best.method), indent=1) + "\n")
+    faster = "" if best.speedup is None else f"; TTFT {best.speedup:.2f}x faster than full prefill"
     print(
         f"{best.method}: removes {percent(best.recovered)} of full reuse's KL, which leaves "
-        f"{interval(best.kl, 4)} (n={best.n}); TTFT {best.speedup:.2f}x faster than full prefill. "
-        f"Written to {options.settings}"
+        f"{interval(best.kl, 4)} (n={best.n}){faster}. Written to {options.settings}"
     )
 
 

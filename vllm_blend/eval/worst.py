@@ -34,9 +34,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--method", default="hkvd@0.16")
     parser.add_argument("--count", type=int, default=5, help="examples, over all folders (5)")
     options = parser.parse_args(argv)
-    results = [result for folder in options.folders for result in read_results(folder)]
-    for result, others in worst(results, options.method, options.count):
-        print(f"\n{result.task} {result.example}: {result.num_tokens} tokens")
+    found = [
+        (folder, *entry)
+        for folder in options.folders  # each for itself: models may have the same examples
+        for entry in worst(read_results(folder), options.method, options.count)
+    ]
+    found.sort(key=lambda entry: -(entry[1].kl or 0.0))
+    for folder, result, others in found[: options.count]:
+        print(f"\n{folder.name}, {result.task} {result.example}: {result.num_tokens} tokens")
         for name, other in others.items():
             kl = (
                 ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from vllm_blend.core import BlendPlan, BlendStep, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan, StoredKV
+from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.server.mail import Lost, News, Orders
 
@@ -16,10 +15,12 @@ class ChunkKV:
 
     Attributes:
         tiers: of the store, or None.
+        memory: where KV that comes from a GPU goes; None without a GPU, whose KV stays where it is.
     """
 
     def __init__(self) -> None:
         self.tiers: Tiers | None = None
+        self.memory: PinnedMemory | None = None
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
 
@@ -77,13 +78,15 @@ class ChunkKV:
             # vLLM may hand the plan over again after a preemption: it starts anew
             kv, plan.kv = StoredKV(tuple(plan.kv)), []
             if self.tiers is None or plan.chunk is None or not self.tiers.put(plan.key, plan.chunk, kv):
-                kv = _to_host(kv)
+                kv = kv if self.memory is None else self.memory.copy(plan.key, kv)
             self._chunks[plan.key] = kv
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
+            if self.memory is not None:
+                self.memory.free(key)
             if self.tiers is not None:
                 self.tiers.forget(key)
 
@@ -102,17 +105,3 @@ class ChunkKV:
             news.claimed = self.tiers.claimed()
             news.store = self.tiers.stats()
         return None if news == News() else news
-
-
-def _to_host(kv: StoredKV) -> StoredKV:
-    """The same in host memory; what comes from a GPU is pinned, so that it goes back without a wait."""
-    if not kv.layers[0][0].is_cuda:
-        return kv
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    layers = tuple((copied(k), copied(v)) for k, v in kv.layers)
-    torch.cuda.current_stream().synchronize()
-    return StoredKV(layers)

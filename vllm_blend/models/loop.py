@@ -25,6 +25,7 @@ from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
+from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.select import View, choose_rows, num_kept
 from vllm_blend.server.config import ServerSettings
@@ -194,8 +195,13 @@ def enable_blending(
     if model.unsupported is None:
         model.unsupported = prepare_layers(model, vllm_config)
     settings = ServerSettings.of(vllm_config)
-    if settings is not None and settings.store is not None and model.unsupported is None:
-        model.chunks.tiers = Tiers.open(settings.store, vllm_config, model.kv_shape)
+    if settings is not None and model.unsupported is None:
+        if settings.store is not None:
+            model.chunks.tiers = Tiers.open(settings.store, vllm_config, model.kv_shape)
+        if vllm_config.device_config.device_type == "cuda":
+            # with a store only what it cannot take, and the start-up check's, goes here
+            num_bytes = settings.chunk_bytes if settings.store is None else 0
+            model.chunks.memory = PinnedMemory(num_bytes)
     if model.unsupported is not None:
         compat.report_unsupported(vllm_config, model.unsupported)
     compat.install_model_hooks(model, vllm_config)

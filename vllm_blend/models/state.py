@@ -14,11 +14,13 @@ class BlendModelState(DefaultModelState):
 
     Attributes:
         plans: by request id; requests without a plan are not in it.
+        step_req_ids: ids of the step's requests, in the order of its rows.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plans: dict[str, BlendPlan | CollectPlan] = {}
+        self.step_req_ids: list[str] = []
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
@@ -36,6 +38,7 @@ class BlendModelState(DefaultModelState):
         self.plans.pop(req_id, None)
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        self.step_req_ids = input_batch.req_ids
         self.model.model.blend_step = self.plan_step(input_batch, req_states)
         inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
         return inputs

@@ -6,22 +6,34 @@ nothing.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from cachetools import LRUCache, cachedmethod
 from vllm.renderers.hf import HfRenderer
 
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.marks import START, cut, mark_parts, remove_marks, tokenize
 from vllm_blend.server.wire import SPANS_KEY
 
+CACHED_BYTES = 64 << 20
+"""Token ids of pieces that are remembered, 4 bytes each; their texts take about as much again."""
+
 
 class BlendRenderer(HfRenderer):
-    """``HfRenderer``, whose prompts carry the spans of marked chunks under ``SPANS_KEY``."""
+    """``HfRenderer``, whose prompts carry the spans of marked chunks under ``SPANS_KEY``.
+
+    Chunks come back in other prompts, so a marked prompt's pieces are tokenized once and remembered.
+    """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self.blend_settings = ServerSettings.of(config)
+        self._ids: LRUCache[str, npt.NDArray[np.int32]] = LRUCache(CACHED_BYTES, lambda ids: ids.nbytes)
+        self._ids_lock = threading.Lock()  # vLLM tokenizes in threads
 
     def render_messages(self, messages: Any, params: Any) -> Any:
         return super().render_messages(self._marked(messages), params)
@@ -44,15 +56,23 @@ class BlendRenderer(HfRenderer):
             return super()._tokenize_prompt(plain, params)  # spans would not stay where they are
 
         def encode(piece: str, first: bool) -> list[int]:
-            special = params.add_special_tokens and first
-            tokens = super(BlendRenderer, self)._tokenize_prompt(
-                {"prompt": piece}, replace(params, add_special_tokens=special)
-            )
-            ids: list[int] = tokens["prompt_token_ids"]
-            return ids
+            if first and params.add_special_tokens:
+                return self._encode(piece, params)
+            return self._piece_ids(piece, replace(params, add_special_tokens=False)).tolist()
 
         token_ids, spans = tokenize(pieces, encode, settings.min_chunk_tokens)
         return self._build_tokens_prompt(token_ids, plain | {SPANS_KEY: spans})
+
+    @cachedmethod(
+        lambda self: self._ids, key=lambda _, piece, params: piece, lock=lambda self: self._ids_lock
+    )
+    def _piece_ids(self, piece: str, params: Any) -> npt.NDArray[np.int32]:
+        """Token ids of a piece without special tokens; nothing else in ``params`` changes them."""
+        return np.array(self._encode(piece, params), dtype=np.int32)
+
+    def _encode(self, piece: str, params: Any) -> list[int]:
+        ids: list[int] = super()._tokenize_prompt({"prompt": piece}, params)["prompt_token_ids"]
+        return ids
 
     def _process_tokens(self, prompt: Any, **kwargs: Any) -> Any:
         return _keep_spans(prompt, super()._process_tokens(prompt, **kwargs))

@@ -1,0 +1,79 @@
+"""Chunks' KV in one block of memory; without a GPU the block is not page-locked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from vllm_blend.core import StoredKV
+from vllm_blend.models.pinned import PinnedMemory
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def chunk(num_tokens: int, seed: int, device: str) -> StoredKV:
+    generator = torch.Generator().manual_seed(seed)
+
+    def one() -> torch.Tensor:
+        return torch.randn(num_tokens, 2, 16, generator=generator).half().to(device)
+
+    return StoredKV(tuple((one(), one()) for _ in range(3)))
+
+
+def same(one: StoredKV, two: StoredKV) -> bool:
+    return all(
+        torch.equal(a.cpu(), b.cpu())
+        for pair in zip(one.layers, two.layers, strict=True)
+        for a, b in zip(*pair, strict=True)
+    )
+
+
+def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
+    """Chunks come and go at random; some are held by requests beyond that, in part."""
+    choose = random.Random(0)
+    memory = PinnedMemory(64 << 10)
+    kept: dict[bytes, tuple[StoredKV, StoredKV]] = {}
+    held: list[tuple[StoredKV, StoredKV]] = []
+    overflows = 0
+    for turn in range(300):
+        key = b"%d" % choose.randrange(12)
+        source = chunk(choose.randint(1, 40), turn, device)
+        copy = memory.copy(key, source)
+        assert all(t.device.type == "cpu" and t.is_contiguous() for pair in copy.layers for t in pair)
+        overflows += key not in memory._extents
+        kept[key] = source, copy
+        if choose.random() < 0.3:
+            held.append((source.tokens(0, 1), copy.tokens(0, 1)))
+        if choose.random() < 0.5:
+            gone = choose.choice(sorted(kept))
+            del kept[gone]
+            memory.free(gone)
+        held = held[-3:]
+        assert all(same(*pair) for pair in [*kept.values(), *held])
+    assert 0 < overflows < 150  # the block was full at times, and used again and again
+    for key in [*kept, b"never seen"]:
+        memory.free(key)
+    del kept, held, copy
+    memory._arena.collect()
+    assert memory._arena.free_bytes == memory._arena.size
+
+
+@pytest.mark.gpu
+def test_a_gpu_can_read_it_in_place() -> None:
+    memory = PinnedMemory(1 << 20)
+    source = chunk(33, 1, "cuda")
+    copy = memory.copy(b"a", source)
+    assert all(t.is_pinned() for pair in copy.layers for t in pair)
+    assert copy.addresses(0) is not None
+    assert same(source, copy)
+
+
+def test_no_room_at_all(device: str) -> None:
+    memory = PinnedMemory(0)
+    source = chunk(5, 1, device)
+    assert same(memory.copy(b"a", source), source)

@@ -1,0 +1,169 @@
+"""Tables over many runs: models, sets and methods beside each other.
+
+python -m vllm_blend.eval.across methods .out/*            # a table a run: each method's numbers
+python -m vllm_blend.eval.across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
+python -m vllm_blend.eval.across lost .out/* --methods hkvd@0.16 ahead@0.16
+python -m vllm_blend.eval.across recovered .out/* --methods hkvd@0.16 --of reuse
+python -m vllm_blend.eval.across plot .out/* --policies hkvd ahead --output kl.svg
+
+Intervals are 95%, by bootstrap over the examples; methods in one table are on the same examples. A mean
+over runs gives each run the same weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vllm_blend.eval.runner import Result, model_of, read_results
+from vllm_blend.eval.stats import Mean, bootstrap, bootstrap_gone, bootstrap_over, summarize
+from vllm_blend.eval.tables import interval, percent, table
+
+What = Literal["kl", "lost", "score"]
+Column = Callable[["Run"], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model on one set.
+
+    Attributes:
+        results: of all methods.
+    """
+
+    model: str
+    task: str
+    results: Sequence[Result]
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}, {self.task}"
+
+    def values(self, method: str, what: What) -> dict[str, float]:
+        """By example: KL to full prefill, score, or what is lost of full prefill's score."""
+        found = {r.example: r for r in self.results if r.method == method}
+        if what == "kl":
+            return {e: r.kl for e, r in found.items() if r.kl is not None}
+        scores = {e: r.score for e, r in found.items() if r.score is not None}
+        if what == "score":
+            return scores
+        full = self.values("full", "score")
+        return {e: full[e] - score for e, score in scores.items() if e in full}
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in some folders; a folder that holds several tasks is several runs."""
+    runs = []
+    for folder in folders:
+        results = read_results(folder)
+        for task in dict.fromkeys(r.task for r in results):
+            own = [r for r in results if r.task == task]
+            runs.append(Run(model_of(folder) or folder.name, task, own))
+    return runs
+
+
+def common(run: Run, columns: Sequence[Column]) -> list[list[float]]:
+    """Each column's values on the examples that all columns have."""
+    found = [column(run) for column in columns]
+    keys = [key for key in found[0] if all(key in values for values in found)]
+    return [[values[key] for key in keys] for values in found]
+
+
+def grid(runs: Sequence[Run], columns: Mapping[str, Column], digits: int = 3) -> str:
+    """A line a run, then the means over each model's runs and over all: a cell a column."""
+    rows: list[list[str]] = []
+    data = [common(run, list(columns.values())) for run in runs]
+    for run, values in zip(runs, data, strict=True):
+        rows.append([run.label, str(len(values[0])), *(_cell([v], digits) for v in values)])
+    models = list(dict.fromkeys(run.model for run in runs))
+    for name in [*models, "all"] if len(models) > 1 else models:
+        own = [v for run, v in zip(runs, data, strict=True) if name in ("all", run.model)]
+        if len(own) > 1:
+            cells = [_cell(groups, digits) for groups in zip(*own, strict=True)]
+            rows.append([f"{name}, mean of {len(own)}", "", *cells])
+    return table(["", "n", *columns], rows)
+
+
+def _cell(groups: Sequence[Sequence[float]], digits: int) -> str:
+    return interval(bootstrap_over(groups), digits)
+
+
+def methods_table(run: Run, methods: Sequence[str] = ()) -> str:
+    """Each method's numbers on one run."""
+    rows = []
+    for s in summarize(run.results):
+        if not methods or s.method in methods:
+            kl = "" if s.kl is None else interval(s.kl)
+            same = "" if s.same is None else percent(s.same)
+            top1 = "" if s.top1 is None else percent(s.top1)
+            score = f"{s.score.value:.3f}"
+            rows.append([f"`{s.method}`", str(s.n), kl, top1, same, score, interval(s.loss)])
+    return table(["", "n", "KL to full", "top-1", "same answer", "score", "lost of it"], rows)
+
+
+def recovered(run: Run, method: str, of: str) -> tuple[Mean, Mean, Mean]:
+    """What ``method`` takes back of what ``of`` loses.
+
+    Returns:
+        The score that ``of`` loses; the shares of that, and of its KL, that ``method`` does not lose.
+    """
+    lost, whole = common(run, [_values(method, "lost"), _values(of, "lost")])
+    kl, whole_kl = common(run, [_values(method, "kl"), _values(of, "kl")])
+    return bootstrap(whole), bootstrap_gone(lost, whole), bootstrap_gone(kl, whole_kl)
+
+
+def recovered_table(runs: Sequence[Run], methods: Sequence[str], of: str) -> str:
+    """``recovered`` of each run and method; the share of the score only where the loss is beyond 0."""
+    rows = []
+    for run in runs:
+        found = [recovered(run, method, of) for method in methods]
+        lost = found[0][0]
+        cells = [_percents(kl) for _, _, kl in found]
+        cells += [_percents(share) if lost.low > 0 else "" for _, share, _ in found]
+        rows.append([run.label, interval(lost), *cells])
+    heads = [f"KL gone: `{method}`" for method in methods]
+    heads += [f"score: `{method}`" for method in methods]
+    return table(["", f"lost by `{of}`", *heads], rows)
+
+
+def _percents(mean: Mean) -> str:
+    return f"{mean.value:.0%} [{mean.low:.0%}, {mean.high:.0%}]"
+
+
+def _values(method: str, what: What) -> Column:
+    return lambda run: run.values(method, what)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("methods", "kl", "lost", "recovered", "plot"))
+    parser.add_argument("folders", type=Path, nargs="+", help="of python -m vllm_blend.eval --output")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="columns, or rows")
+    parser.add_argument("--of", default="reuse", help="recovered: the method that loses (reuse)")
+    parser.add_argument("--policies", nargs="+", default=["hkvd", "ahead"], help="plot: a line each")
+    parser.add_argument("--output", type=Path, default=Path("kl.svg"), help="plot: .svg or .png")
+    options = parser.parse_args(argv)
+    runs, methods = read_runs(options.folders), options.methods
+    if options.what in ("kl", "lost", "recovered") and not methods:
+        parser.error(f"{options.what}: give --methods")
+    if options.what == "methods":
+        for run in runs:
+            tokens = sum(r.num_tokens for r in run.results) / len(run.results)
+            print(f"### {run.label}, {tokens:.0f} tokens\n\n{methods_table(run, methods)}")
+    elif options.what == "recovered":
+        print(recovered_table(runs, methods, options.of))
+    elif options.what == "plot":
+        from vllm_blend.eval.figures import kl_of_runs
+
+        kl_of_runs(runs, options.policies, options.output)
+    else:
+        print(grid(runs, {f"`{m}`": _values(m, options.what) for m in methods}))
+
+
+if __name__ == "__main__":
+    main()
