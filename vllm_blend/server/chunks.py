@@ -55,6 +55,9 @@ class KnownChunks:
     def __len__(self) -> int:
         return len(self._chunks)
 
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._chunks
+
     @property
     def num_pinned(self) -> int:
         """Chunks in use."""

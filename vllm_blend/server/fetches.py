@@ -111,9 +111,9 @@ class Fetches:
         return len(self._pending) + list(self._claims.values()).count(False)
 
     def ask(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
-        """Asks for a chunk; None if it is being computed already."""
+        """Asks for a chunk; None if it is being computed, or here, already."""
         key = chunk_key(tenant, token_ids)
-        if key in self._background:
+        if key in self._background or key in self._chunks:
             return None
         if key not in self._pending:
             chunk = ChunkIds(tenant, tuple(token_ids), tuple(self._background.context))
