@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,6 @@ class AfterCheckGraphs:
         self._graphs: OrderedDict[Shape, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None
         self._branch = torch.cuda.Stream()
-        self._reading: deque[tuple[torch.cuda.Event, GraphPlan]] = deque()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -163,7 +162,6 @@ class AfterCheckGraphs:
             self._run_layers(inputs, shape, metadata, context)
             if self._capture(inputs, shape, metadata, context):
                 logger.info("vllm_blend: captured %s", shape)
-        self._hold(plan)
         frame.all_fused()
         return inputs.hidden[:num_rows], inputs.residual[:num_rows]
 
@@ -298,13 +296,6 @@ class AfterCheckGraphs:
         inputs.query_start_loc[num_reqs + 1 : shape.num_reqs + 1].fill_(num_rows)
         inputs.block_table[:num_reqs].copy_(metadata.block_table)
         inputs.all_slots[: len(slots)].copy_(slots)
-
-    def _hold(self, plan: GraphPlan) -> None:
-        """Keeps stored KV until the GPU has read it: nothing else knows that it does."""
-        while self._reading and self._reading[0][0].query():
-            self._reading.popleft()
-        event = torch.cuda.current_stream().record_event()
-        self._reading.append((event, plan))
 
 
 def _padded(num_rows: int) -> int:
