@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from vllm_blend.core import KVShape
+from vllm_blend.models.tiers import Tiers
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.lookup import Lookup
 from vllm_blend.server.wire import BlendRequest
+from vllm_blend.store import ModelKey
 from vllm_blend.store.controller import Decision
 
 IDS = tuple(range(50))
@@ -48,3 +55,23 @@ def test_what_is_too_short_to_be_found_is_not_learned() -> None:
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 1
+
+
+def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:
+    model = ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32))
+    on_disk = [(model.chunk(IDS, (1,), tenant).digest, IDS) for tenant in ("a", "b")]
+    failures = [OSError("first"), None]
+
+    def token_ids() -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        yield on_disk[0]
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        yield on_disk[1]
+
+    store: Any = SimpleNamespace(token_ids=token_ids)
+    tiers = Tiers(store, model)
+    for expected in ([], [IDS]):
+        tiers.claim("b", (1,))
+        wait(tiers._claims.values())
+        assert tiers.claimed() == {"b": expected}
+    assert failures == []

@@ -119,6 +119,9 @@ class Tiers:
         """Tenants' chunks by their token ids, as far as they are known since this was last asked."""
         ended = [tenant for tenant, future in self._claims.items() if future.done()]
         found = {tenant: self._claims.pop(tenant) for tenant in ended}
+        for future in found.values():
+            if (error := future.exception()) is not None:
+                logger.error("vllm_blend: the chunks on disk could not be read: %s", error)
         return {t: [] if future.exception() else future.result() for t, future in found.items()}
 
     def loads(self) -> dict[str, tuple[float, float]]:
@@ -146,12 +149,13 @@ class Tiers:
 
     def _claim(self, tenant: str, context: tuple[int, ...]) -> list[tuple[int, ...]]:
         if self._on_disk is None:
-            self._on_disk, left = {}, CLAIMED_TOKENS
+            on_disk, left = {}, CLAIMED_TOKENS
             for digest, ids in self.store.token_ids():
                 left -= len(ids)
                 if left < 0:
                     break
-                self._on_disk[digest] = ids
+                on_disk[digest] = ids
+            self._on_disk = on_disk
         found = []
         for digest, ids in self._on_disk.items():
             if ids and min(ids) >= 0 and self._key(ChunkIds(tenant, ids, context)).digest == digest:

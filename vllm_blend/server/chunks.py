@@ -19,7 +19,8 @@ from vllm_blend.server.match import Run, SequenceIndex
 
 def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
     """Names a chunk within one engine: 16 bytes of its tenant and token ids."""
-    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    # the length first: else a tenant's name may read like a chunk's last tokens
+    digest = hashlib.blake2b(array("q", [len(token_ids), *token_ids]).tobytes(), digest_size=16)
     digest.update(tenant.encode(errors="surrogatepass"))
     return digest.digest()
 
