@@ -212,12 +212,13 @@ class AfterCheckGraphs:
         inputs.slots.fill_(-1)  # nothing is written,
         inputs.query_start_loc.zero_()  # and nothing read
         inputs.stored.fill([], [])
-        for num_reqs in self._req_steps[:2]:
-            for num_rows in range(ROW_STEP, _padded(min(self._max_num_tokens, MAX_ROWS)) + 1, ROW_STEP):
+        most = _padded(min(self._max_num_tokens, MAX_ROWS))
+        for num_rows in range(most, 0, -ROW_STEP):  # the later ones fit in the first one's memory
+            for num_reqs in self._req_steps[:2]:
                 other = replace(shape, num_rows=num_rows, num_reqs=num_reqs)
                 self._run_layers(inputs, other, metadata, context)
                 if not self._capture(inputs, other, metadata, context):
-                    return
+                    break  # there may be room for fewer rows
         logger.info(
             "vllm_blend: captured %d graphs of layers %d to %d in %.1f s",
             len(self._graphs),
@@ -230,12 +231,13 @@ class AfterCheckGraphs:
         """Captures the layers, which must have run once: that compiles the kernels they need."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # thread_local: other threads may load KV meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run_layers(inputs, shape, metadata, context)
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # torch leaves the capture's behind
             self._max_rows = shape.num_rows - ROW_STEP
             logger.warning(
                 "vllm_blend: no CUDA graph for %d rows, so blends that recompute more than %d run "
