@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_blend.core import KVShape
+from vllm_blend.core import ChunkIds, KVShape
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
@@ -55,6 +55,15 @@ def test_what_is_too_short_to_be_found_is_not_learned() -> None:
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 1
+
+
+def test_what_no_tier_has_is_forgotten() -> None:
+    store: Any = SimpleNamespace(get=lambda key: None)
+    tiers = Tiers(store, ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32)))
+    tiers.fetch(b"a", ChunkIds("", IDS, (1,)))
+    wait(tiers._fetches.values())
+    assert tiers.fetched() == {b"a": None}
+    assert not tiers._names and not tiers._fetches
 
 
 def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:

@@ -86,7 +86,7 @@ class Tiers:
         return None if name is None else self.store.nearest(name)
 
     def forget(self, key: ChunkKey) -> None:
-        """The scheduler has dropped a chunk."""
+        """A chunk is not here any more."""
         self._names.pop(key, None)
 
     def fetch(self, key: ChunkKey, chunk: ChunkIds) -> None:
@@ -98,7 +98,11 @@ class Tiers:
     def fetched(self) -> dict[ChunkKey, StoredKV | None]:
         """The chunks whose fetches have ended since this was last asked; None: not to be had."""
         ended = [key for key, future in self._fetches.items() if future.done()]
-        return {key: self._result(self._fetches.pop(key)) for key in ended}
+        found = {key: self._result(self._fetches.pop(key)) for key in ended}
+        for key, kv in found.items():
+            if kv is None:
+                self.forget(key)  # nobody will drop it
+        return found
 
     def locate(self, key: ChunkKey, chunk: ChunkIds) -> None:
         """Begins to look for a chunk."""

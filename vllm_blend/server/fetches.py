@@ -46,7 +46,7 @@ class Waiting:
         since: when it asked for them.
         until: when it waits no longer.
         ask_until: when it asks, even if its tenant's chunks on disk are not known yet.
-        measure_until: when it asks, even if the engine is not measured yet; then its ratio is the floor.
+        measure_until: likewise, even if the engine is not measured yet; then its ratio is the floor.
         looked_for: chunks whose place is asked for; None: none were.
         places: of those, the ones that were found, or not.
         decision: which of its marked chunks to wait for, and the ratio.
