@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm_blend.core import BlendStep, CollectPlan, KeyedPlan, KeyedSpan, StepRequest
 from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.server.background import Background
-from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.chunks import KnownChunks, chunk_key
 from vllm_blend.server.mail import Orders
 
 CAPACITY = 200
@@ -131,3 +131,8 @@ def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
     background.add("", range(1001))
     assert background.num_dropped == 2
     assert background.num_waiting == 0
+
+
+def test_a_tenant_s_name_is_no_part_of_a_chunk() -> None:
+    assert chunk_key("", [1, 2]) != chunk_key((2).to_bytes(8, "little").decode(), [1])
+    assert chunk_key("a", [1, 2]) != chunk_key("b", [1, 2])

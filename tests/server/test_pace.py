@@ -227,6 +227,20 @@ def test_a_server_without_auto_is_not_measured_until_it_is_asked(tiny: Any, tmp_
         assert state.blend_pace.done
 
 
+def test_a_measurement_that_does_not_end_is_not_waited_for(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetches, "MEASURE_S", 0.3)
+    monkeypatch.setattr(Pace, "start", lambda self: [])  # no room for its request
+    with server(tiny, tmp_path, recomp_ratio=0.3, quality_floor=0.2) as engine:
+        drain(engine)
+        ask(engine, [1, 2])
+        drain(engine)
+        _, told, _ = ask(engine, [1, 2], recomp_ratio="auto")
+        assert told["decision"] is None
+        assert (told["reused_tokens"], told["recomputed_tokens"]) == (200, 40)
+
+
 def pace(seen: list[Any]) -> Pace:
     def make(request_id: str, token_ids: list[int], plan: Any) -> str:
         seen.append((len(token_ids), plan))

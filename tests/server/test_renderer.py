@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_pieces_are_tokenized_once(renderer: BlendRenderer, monkeypatch: pytest.
     assert tokenized == ["Read.\n\n", "Question: 2"]  # the first piece alone may get special tokens
     assert again["prompt_token_ids"][: len(sum(ids[:3], []))] == sum(ids[:3], [])
     assert again[SPANS_KEY] == first[SPANS_KEY]
+
+
+def test_what_is_remembered_is_bounded_in_bytes(renderer: BlendRenderer) -> None:
+    """Short pieces are questions: many, and each seen once."""
+    params = TokenizeParams(max_total_tokens=8192)
+    renderer._ids.clear()
+    tracemalloc.start()
+    for number in range(2000):
+        renderer._tokenize_prompt({"prompt": f"a<|chunk|>Why {number}?"}, params)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(renderer._ids) == 2000
+    assert 0.5 * renderer._ids.currsize < used < 1.5 * renderer._ids.currsize
 
 
 def test_unmarked_text_is_stocks(renderer: BlendRenderer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.store.controller import ComputeTime, Controller, Located, Offer, recommend
+from vllm_blend.store.controller import ComputeTime, Controller, Decision, Located, Offer, recommend
 from vllm_blend.store.estimate import LoadTime, SharedClock
 
 LAYERS = 32
@@ -111,6 +112,27 @@ def test_many_chunks_are_decided_nearly_as_well_as_by_trying_every_set() -> None
     decision = controller.decide(chunks, 50)
     assert any(decision.load) and not all(decision.load)
     assert decision.ttft_s <= 1.05 * brute_force(controller, chunks, 50, controller.floor)
+
+
+def test_a_request_of_very_many_chunks_is_decided_soon() -> None:
+    loads = {"disk": LoadTime(1e-4, 3e9), "s3": LoadTime(0.03, 2e8)}
+    controller = Controller(COMPUTE, loads, LAYERS, overlap=False)
+    sizes = random.Random(0).choices(range(50, 400), k=1000)
+    chunks = [Located(n, n * BYTES, "disk" if i % 3 else "s3") for i, n in enumerate(sizes)]
+    plans = 0
+    stock = controller._plan
+
+    def counted(*args: Any) -> Decision:
+        nonlocal plans
+        plans += 1
+        return stock(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "_plan", counted)
+        decision = controller.decide(chunks, 50)
+    assert plans < 50
+    assert any(decision.load) and not all(decision.load)
+    assert decision.ttft_s < controller.decide([], 50 + sum(sizes)).ttft_s
 
 
 def test_without_overlap_the_floor_is_the_best_ratio() -> None:

@@ -220,7 +220,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> Non
 
 
 def test_token_ids_of_all_records_newest_first(tmp_path: Path) -> None:
-    tier, keys = DiskTier(tmp_path, BUDGET), [make_key(i, 10 + 900 * i) for i in range(4)]
+    sizes = (10, 910, 1810, 20_000)  # the last one's are more than are read at first
+    tier, keys = DiskTier(tmp_path, BUDGET), [make_key(i, size) for i, size in enumerate(sizes)]
     for key in keys:
         tier.write(record(key))
     tier.open(keys[0]).close()

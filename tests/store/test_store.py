@@ -306,6 +306,9 @@ def test_an_unexpected_error_in_a_tier_is_a_miss(store: ChunkStore, tier: FakeTi
     assert kv is not None
     with pytest.raises(ChunkLost):
         kv.layers[2]
+    del kv
+    assert store.flush()
+    assert store.stats()["bytes.host"] == 0, "its memory is given back"
     tier.on_read = lambda offset: None
     assert same(store.get(KEY), make_kv(KEY))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,6 @@ class AfterCheckGraphs:
         self._graphs: OrderedDict[Shape, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None
         self._branch = torch.cuda.Stream()
-        self._reading: deque[tuple[torch.cuda.Event, GraphPlan]] = deque()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -163,7 +162,6 @@ class AfterCheckGraphs:
             self._run_layers(inputs, shape, metadata, context)
             if self._capture(inputs, shape, metadata, context):
                 logger.info("vllm_blend: captured %s", shape)
-        self._hold(plan)
         frame.all_fused()
         return inputs.hidden[:num_rows], inputs.residual[:num_rows]
 
@@ -214,12 +212,13 @@ class AfterCheckGraphs:
         inputs.slots.fill_(-1)  # nothing is written,
         inputs.query_start_loc.zero_()  # and nothing read
         inputs.stored.fill([], [])
-        for num_reqs in self._req_steps[:2]:
-            for num_rows in range(ROW_STEP, _padded(min(self._max_num_tokens, MAX_ROWS)) + 1, ROW_STEP):
+        most = _padded(min(self._max_num_tokens, MAX_ROWS))
+        for num_rows in range(most, 0, -ROW_STEP):  # the later ones fit in the first one's memory
+            for num_reqs in self._req_steps[:2]:
                 other = replace(shape, num_rows=num_rows, num_reqs=num_reqs)
                 self._run_layers(inputs, other, metadata, context)
                 if not self._capture(inputs, other, metadata, context):
-                    return
+                    break  # there may be room for fewer rows
         logger.info(
             "vllm_blend: captured %d graphs of layers %d to %d in %.1f s",
             len(self._graphs),
@@ -232,12 +231,13 @@ class AfterCheckGraphs:
         """Captures the layers, which must have run once: that compiles the kernels they need."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # thread_local: other threads may load KV meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run_layers(inputs, shape, metadata, context)
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # torch leaves the capture's behind
             self._max_rows = shape.num_rows - ROW_STEP
             logger.warning(
                 "vllm_blend: no CUDA graph for %d rows, so blends that recompute more than %d run "
@@ -298,13 +298,6 @@ class AfterCheckGraphs:
         inputs.query_start_loc[num_reqs + 1 : shape.num_reqs + 1].fill_(num_rows)
         inputs.block_table[:num_reqs].copy_(metadata.block_table)
         inputs.all_slots[: len(slots)].copy_(slots)
-
-    def _hold(self, plan: GraphPlan) -> None:
-        """Keeps stored KV until the GPU has read it: nothing else knows that it does."""
-        while self._reading and self._reading[0][0].query():
-            self._reading.popleft()
-        event = torch.cuda.current_stream().record_event()
-        self._reading.append((event, plan))
 
 
 def _padded(num_rows: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from vllm_blend.core import LayerKV, StepRequest
+from vllm_blend.core import BlendStep, LayerKV, StepRequest, StoredKV
 from vllm_blend.models.clock import StageClock
 
 AHEAD = 3
@@ -47,6 +48,7 @@ class StoredLayers:
         size = (AHEAD, 2, rows, *example.shape[1:])
         self._ring = torch.empty(size, dtype=example.dtype, device=device)
         self._stream = _copy_stream(device)
+        self._ring.record_stream(self._stream)  # what was read ahead may never be asked for
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the buffers may be in use yet
         self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
         if self._has(first_layer):
@@ -98,6 +100,31 @@ class StoredLayers:
                         row += hi - lo
                 self._ready[layer % AHEAD].record(self._stream)
                 self._next = layer + 1
+
+
+class InFlight:
+    """Keeps steps' stored KV until the GPU has read it.
+
+    Nothing else knows when it has: of an aborted request every reference is gone at once, and the store
+    gives memory of chunks that nobody holds to others.
+    """
+
+    def __init__(self) -> None:
+        self._kv: deque[tuple[torch.cuda.Event, list[StoredKV]]] = deque()
+
+    def hold(self, step: BlendStep, device: torch.device) -> None:
+        """To be called when all of the step's reads are launched."""
+        self.release()
+        kv = [span.kv for request in step.blended for span, _, _ in request.windows]
+        if kv:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_stream(_copy_stream(device))
+            self._kv.append((stream.record_event(), kv))
+
+    def release(self) -> None:
+        """Lets go of what is read; does not wait."""
+        while self._kv and self._kv[0][0].query():
+            self._kv.popleft()
 
 
 def _on_host(request: StepRequest, layer: int) -> bool:

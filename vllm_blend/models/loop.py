@@ -25,6 +25,7 @@ from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collecting
 from vllm_blend.models.frame import Frame
+from vllm_blend.models.load import InFlight
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.select import View, choose_rows, num_kept
@@ -48,6 +49,7 @@ class BlendModel(torch.nn.Module):
         chunks: a server's chunks.
         graphs: CUDA graphs of the layers after the check, where the engine uses graphs.
         clocks: of the steps since they were last asked for.
+        in_flight: stored KV that the GPU may still be reading.
     """
 
     # of vLLM's inner models
@@ -66,6 +68,7 @@ class BlendModel(torch.nn.Module):
     chunks: ChunkKV
     graphs: AfterCheckGraphs | None
     clocks: list[StageClock]
+    in_flight: InFlight
 
     def __call__(
         self,
@@ -80,11 +83,14 @@ class BlendModel(torch.nn.Module):
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         with compat_cuda.fused_ops(self.fusable_ops if hidden.is_cuda else None):
             output = self.blend(hidden, positions, self.blend_step)
+        if hidden.is_cuda:
+            self.in_flight.hold(self.blend_step, hidden.device)
         self.chunks.keep(self.blend_step)
         return output
 
     def take_news(self) -> Callable[[], News] | None:
         """What there is to tell the scheduler, to be called once the step has ended."""
+        self.in_flight.release()
         clocks, self.clocks = self.clocks, []
         told = self.chunks.take_news()
         if told is None and not clocks:
@@ -190,6 +196,7 @@ def enable_blending(
     model.chunks = ChunkKV()
     model.graphs = None
     model.clocks = []
+    model.in_flight = InFlight()
     model.fusable_ops = compat_cuda.fusable_ops(model.layers)
     model.unsupported = compat.why_unsupported(vllm_config)
     if model.unsupported is None:

@@ -86,7 +86,7 @@ class Tiers:
         return None if name is None else self.store.nearest(name)
 
     def forget(self, key: ChunkKey) -> None:
-        """The scheduler has dropped a chunk."""
+        """A chunk is not here any more."""
         self._names.pop(key, None)
 
     def fetch(self, key: ChunkKey, chunk: ChunkIds) -> None:
@@ -98,7 +98,11 @@ class Tiers:
     def fetched(self) -> dict[ChunkKey, StoredKV | None]:
         """The chunks whose fetches have ended since this was last asked; None: not to be had."""
         ended = [key for key, future in self._fetches.items() if future.done()]
-        return {key: self._result(self._fetches.pop(key)) for key in ended}
+        found = {key: self._result(self._fetches.pop(key)) for key in ended}
+        for key, kv in found.items():
+            if kv is None:
+                self.forget(key)  # nobody will drop it
+        return found
 
     def locate(self, key: ChunkKey, chunk: ChunkIds) -> None:
         """Begins to look for a chunk."""
@@ -119,6 +123,9 @@ class Tiers:
         """Tenants' chunks by their token ids, as far as they are known since this was last asked."""
         ended = [tenant for tenant, future in self._claims.items() if future.done()]
         found = {tenant: self._claims.pop(tenant) for tenant in ended}
+        for future in found.values():
+            if (error := future.exception()) is not None:
+                logger.error("vllm_blend: the chunks on disk could not be read: %s", error)
         return {t: [] if future.exception() else future.result() for t, future in found.items()}
 
     def loads(self) -> dict[str, tuple[float, float]]:
@@ -146,12 +153,13 @@ class Tiers:
 
     def _claim(self, tenant: str, context: tuple[int, ...]) -> list[tuple[int, ...]]:
         if self._on_disk is None:
-            self._on_disk, left = {}, CLAIMED_TOKENS
+            on_disk, left = {}, CLAIMED_TOKENS
             for digest, ids in self.store.token_ids():
                 left -= len(ids)
                 if left < 0:
                     break
-                self._on_disk[digest] = ids
+                on_disk[digest] = ids
+            self._on_disk = on_disk
         found = []
         for digest, ids in self._on_disk.items():
             if ids and min(ids) >= 0 and self._key(ChunkIds(tenant, ids, context)).digest == digest:

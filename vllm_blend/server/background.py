@@ -67,9 +67,9 @@ class Background:
         return len(self._running)
 
     def add(self, tenant: str, token_ids: Sequence[int]) -> None:
-        """Notes a missed chunk; one that waits or runs already is not computed twice."""
+        """Notes a missed chunk; one that waits, runs or is known already is not computed twice."""
         key = chunk_key(tenant, token_ids)
-        if key in self:
+        if key in self or key in self.chunks:
             return
         if len(self._waiting) >= MAX_WAITING or len(token_ids) > self.max_tokens:
             self.num_dropped += 1

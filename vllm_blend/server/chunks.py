@@ -19,7 +19,8 @@ from vllm_blend.server.match import Run, SequenceIndex
 
 def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
     """Names a chunk within one engine: 16 bytes of its tenant and token ids."""
-    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    # the length first: else a tenant's name may read like a chunk's last tokens
+    digest = hashlib.blake2b(array("q", [len(token_ids), *token_ids]).tobytes(), digest_size=16)
     digest.update(tenant.encode(errors="surrogatepass"))
     return digest.digest()
 
@@ -54,6 +55,9 @@ class KnownChunks:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._chunks
 
     @property
     def num_pinned(self) -> int:

@@ -28,6 +28,8 @@ MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
 LOCATE_S = 1.0
 """A request waits this long, at most, for where its chunks are."""
+MEASURE_S = 30.0
+"""A request waits this long, at most, for the engine to be measured; a busy one takes longer."""
 FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
 """Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants."""
 MIN_RATE_TOKENS = 64
@@ -44,6 +46,7 @@ class Waiting:
         since: when it asked for them.
         until: when it waits no longer.
         ask_until: when it asks, even if its tenant's chunks on disk are not known yet.
+        measure_until: likewise, even if the engine is not measured yet; then its ratio is the floor.
         looked_for: chunks whose place is asked for; None: none were.
         places: of those, the ones that were found, or not.
         decision: which of its marked chunks to wait for, and the ratio.
@@ -55,10 +58,16 @@ class Waiting:
     since: float = 0.0
     until: float = 0.0
     ask_until: float = 0.0
+    measure_until: float = 0.0
     looked_for: dict[ChunkKey, Sequence[int]] | None = None
     places: dict[ChunkKey, Place] = field(default_factory=dict)
     decision: Decision | None = None
     tiers: tuple[str | None, ...] = ()
+
+    def awaits_measurement(self) -> bool:
+        """Whether it is to wait until the engine is measured; not for ever."""
+        self.measure_until = self.measure_until or time.monotonic() + MEASURE_S
+        return time.monotonic() < self.measure_until
 
     @property
     def located(self) -> bool:
@@ -111,9 +120,9 @@ class Fetches:
         return len(self._pending) + list(self._claims.values()).count(False)
 
     def ask(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
-        """Asks for a chunk; None if it is being computed already."""
+        """Asks for a chunk; None if it is being computed, or here, already."""
         key = chunk_key(tenant, token_ids)
-        if key in self._background:
+        if key in self._background or key in self._chunks:
             return None
         if key not in self._pending:
             chunk = ChunkIds(tenant, tuple(token_ids), tuple(self._background.context))

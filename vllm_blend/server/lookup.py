@@ -75,7 +75,8 @@ class Lookup:
 
     def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
         """Text of earlier prompts that comes back behind other text becomes a chunk."""
-        for run in self._recent.find(tokens[:-1], LEARNED_TOKENS):
+        # a chunk that is too short to be found would be learned again and again
+        for run in self._recent.find(tokens[:-1], max(LEARNED_TOKENS, self._min_tokens)):
             covered = any(run.start < span.end and span.start < run.end for span in spans)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:

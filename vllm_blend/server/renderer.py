@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,13 @@ from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.marks import START, cut, mark_parts, remove_marks, tokenize
 from vllm_blend.server.wire import SPANS_KEY
 
-CACHED_BYTES = 64 << 20
-"""Token ids of pieces that are remembered, 4 bytes each; their texts take about as much again."""
+CACHED_BYTES = 128 << 20
+"""Of pieces that are remembered: their texts, token ids, and what it takes to find them."""
+ENTRY_BYTES = 500
+"""Of a piece, beside its text and token ids."""
+
+Piece = tuple[str, npt.NDArray[np.int32]]
+"""A text and its token ids."""
 
 
 class BlendRenderer(HfRenderer):
@@ -32,7 +38,7 @@ class BlendRenderer(HfRenderer):
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self.blend_settings = ServerSettings.of(config)
-        self._ids: LRUCache[str, npt.NDArray[np.int32]] = LRUCache(CACHED_BYTES, lambda ids: ids.nbytes)
+        self._ids: LRUCache[str, Piece] = LRUCache(CACHED_BYTES, _num_bytes)
         self._ids_lock = threading.Lock()  # vLLM tokenizes in threads
 
     def render_messages(self, messages: Any, params: Any) -> Any:
@@ -58,7 +64,8 @@ class BlendRenderer(HfRenderer):
         def encode(piece: str, first: bool) -> list[int]:
             if first and params.add_special_tokens:
                 return self._encode(piece, params)
-            return self._piece_ids(piece, replace(params, add_special_tokens=False)).tolist()
+            _, ids = self._piece(piece, replace(params, add_special_tokens=False))
+            return ids.tolist()
 
         token_ids, spans = tokenize(pieces, encode, settings.min_chunk_tokens)
         return self._build_tokens_prompt(token_ids, plain | {SPANS_KEY: spans})
@@ -66,9 +73,9 @@ class BlendRenderer(HfRenderer):
     @cachedmethod(
         lambda self: self._ids, key=lambda _, piece, params: piece, lock=lambda self: self._ids_lock
     )
-    def _piece_ids(self, piece: str, params: Any) -> npt.NDArray[np.int32]:
-        """Token ids of a piece without special tokens; nothing else in ``params`` changes them."""
-        return np.array(self._encode(piece, params), dtype=np.int32)
+    def _piece(self, piece: str, params: Any) -> Piece:
+        """A piece's ids without special tokens; nothing else in ``params`` changes them."""
+        return piece, np.array(self._encode(piece, params), dtype=np.int32)
 
     def _encode(self, piece: str, params: Any) -> list[int]:
         ids: list[int] = super()._tokenize_prompt({"prompt": piece}, params)["prompt_token_ids"]
@@ -79,6 +86,11 @@ class BlendRenderer(HfRenderer):
 
     async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
         return _keep_spans(prompt, await super()._process_tokens_async(prompt, **kwargs))
+
+
+def _num_bytes(piece: Piece) -> int:
+    text, ids = piece
+    return sys.getsizeof(text) + ids.nbytes + ENTRY_BYTES
 
 
 def _keep_spans(prompt: Any, engine_input: Any) -> Any:

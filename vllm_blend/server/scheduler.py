@@ -131,7 +131,9 @@ class BlendScheduler:
         waiting = fetches.waiting[request.request_id]
         paced = waiting.wish.paced and bool(waiting.wish.spans) and not self._why_not()
         if paced and not pace.done:
-            return
+            if waiting.awaits_measurement():
+                return
+            paced = False
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
         if fetches.holds(waiting, tenant):
             return

@@ -18,6 +18,9 @@ from vllm_blend.store.estimate import LoadTime
 
 FLOOR = 0.15
 """Below this share of recomputed tokens quality suffers (the paper's figure 16); per model."""
+MAX_SEARCHED = 32
+"""Chunks of a request among which sets are searched, in 7 ms; of 256 that would take 2 s, and nobody is
+served meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ class Controller:
         """The choice with the least time to first token, and then the highest ratio that costs none.
 
         Up to 8 chunks every set is tried. Of more, the slowest (seconds of load for a token) are the
-        first to be computed instead; then single chunks change sides, or places, while that helps.
+        first to be computed instead; then, up to MAX_SEARCHED chunks, single ones change sides, or
+        places, while that helps.
 
         Args:
             num_other_tokens: head and question, computed in any case.
@@ -188,7 +192,11 @@ class Controller:
         there: Sequence[int], pace: Sequence[float], plan: Callable[[Iterable[int]], Decision]
     ) -> Decision:
         order = sorted(there, key=lambda i: pace[i])
-        best = min((plan(order[:count]) for count in range(len(order) + 1)), key=_rank)
+        step = -(-len(order) // MAX_SEARCHED)
+        counts = [*range(0, len(order), step), len(order)]
+        best = min((plan(order[:count]) for count in counts), key=_rank)
+        if len(there) > MAX_SEARCHED:
+            return best
         for _ in there:
             loaded = {i for i, load in enumerate(best.load) if load}
             near = [loaded ^ {i} for i in there]

@@ -30,7 +30,7 @@ REFRESH_S = 10.0
 
 WRITE_TRIES = 3
 HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
-"""What is read of a record for its token ids; and of one with a very long header."""
+"""What is read of a record for its token ids; and where these, or the header, are longer than that."""
 
 KINDS = {
     errno.ENOSPC: "no_space",
@@ -137,13 +137,12 @@ class DiskTier:
         for digest in digests:
             try:
                 with self._path(digest).open("rb") as file:
-                    data = file.read(HEAD_BYTES)
-                    length = int.from_bytes(data[:8], "little")
-                    if len(data) <= length < LARGEST_HEAD:  # many layers, or many tokens
-                        data += file.read(LARGEST_HEAD)
+                    ids = token_ids_in(data := file.read(HEAD_BYTES))
+                    if ids is None and len(data) == HEAD_BYTES:  # many layers, or many tokens
+                        ids = token_ids_in(data + file.read(LARGEST_HEAD))
             except OSError:
                 continue
-            if (ids := token_ids_in(data)) is not None:
+            if ids is not None:
                 yield digest, ids
 
     def discard(self, key: ChunkKey) -> None:

@@ -15,8 +15,10 @@ it over the same PCIe."""
 class GpuTier(HostTier):
     """Copies of chunks in host memory, in one block of the GPU's memory that is taken at once.
 
-    What it hands out stays valid as long as any tensor of it lives. The least recently used chunk that
-    is neither pinned nor in use makes room; where all are, a chunk is not copied.
+    What it hands out stays valid as long as any tensor of it lives; whoever lets a GPU read it keeps
+    one until that is done (``models/load.py``; to wait here for the whole GPU would break the capture
+    of a CUDA graph). The least recently used chunk that is neither pinned nor in use makes room; where
+    all are, a chunk is not copied.
 
     Args:
         budget_bytes: of the block.
@@ -48,8 +50,6 @@ class GpuTier(HostTier):
         if self._stream is None:
             slot.memory.copy_(memory)
         else:
-            # a step that was aborted may still read what lay here before
-            torch.cuda.synchronize(self.device)
             with torch.cuda.stream(self._stream):
                 slot.memory.copy_(memory, non_blocking=True)
             self._stream.synchronize()

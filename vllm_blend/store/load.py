@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -115,7 +116,9 @@ class Loads:
         try:
             self._load(load)
         except Exception:
-            logger.exception("vllm_blend store: a load failed in an unexpected way")
+            # as text: a handler that kept the exception would keep the chunk's memory in use
+            trace = traceback.format_exc()
+            logger.error("vllm_blend store: a load failed in an unexpected way: %s", trace)
             load.reason = Reason.UNAVAILABLE
         finally:
             with self._lock:
@@ -153,6 +156,10 @@ class Loads:
                     missing.append(lane)
                 except TierError as error:
                     load.reason = lane.fail(error)
+                except Exception:
+                    if slot is not None:  # it is not published: nothing fails behind that
+                        self._host.abandon(slot)
+                    raise
                 else:
                     if missing:
                         self._promote(key, StoredKV(slot.layers), missing)
