@@ -1,4 +1,4 @@
-"""How far a blended answer is from full prefill's: logits of the question, and KL divergence."""
+"""How far a blended answer is from full prefill's: logits of question and answer, KL divergence."""
 
 from __future__ import annotations
 
