@@ -25,7 +25,7 @@ help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [ARGS=...]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(cpu) ## install what a CPU needs into .venv, then blend three chunks with a small real model
+demo: $(cpu) ## install what a CPU needs into .venv, then ask a small real model ten questions, with and without reuse
 	$(bin)/python example/blend.py $(ARGS)
 
 test: $(test) ## every test that needs no GPU

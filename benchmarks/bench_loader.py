@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import tempfile
 import time
@@ -24,13 +25,16 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
+
 import torch
 from harness import hardware, print_table
 from loader_trace import Trace, TracedDisk, draw, layer_hooks, watched
 from raw_disk import DROP, device_rate, drop_page_cache, file_system, resident
 from tqdm import tqdm
-from ttft_shapes import CHUNKS, QUESTION_TOKENS, SHAPES, Bench, write_config
-from vllm import LLM
+from ttft_shapes import CHUNKS, QUESTION_TOKENS, SHAPES, Bench, make_llm, write_config
 
 from vllm_blend import BlendSettings
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
@@ -232,20 +236,9 @@ def main() -> None:
     if options.plot:
         draw(*options.plot)
         return
-    longest = options.tokens + 1
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            model=str(write_config(options.shape, pathlib.Path(folder))),
-            load_format="dummy",
-            dtype=options.dtype,
-            skip_tokenizer_init=True,
-            max_model_len=longest,
-            max_num_batched_tokens=longest,
-            max_num_seqs=16,
-            enforce_eager=options.eager,
-            gpu_memory_utilization=0.8,
-            disable_log_stats=True,
-        )
+        config = write_config(options.shape, pathlib.Path(folder))
+        llm = make_llm(str(config), options.tokens + 1, options)
     bench = Bench(llm)
     kept = bench.num_kept(options.tokens, options.ratio)
     print(

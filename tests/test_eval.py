@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from vllm_blend.eval import across, compare
-from vllm_blend.eval.cli import methods_of, parser_of
-from vllm_blend.eval.compare import difference
+from vllm_blend.eval.cli import methods_of, run_parser
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
-from vllm_blend.eval.methods import blend_settings, method_name, split_behind
+from vllm_blend.eval.methods import blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result
 from vllm_blend.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
@@ -69,18 +68,20 @@ def test_fewer_passages_keep_the_gold_ones_in_order() -> None:
     assert [p.text for p in example.passages] == ["0", "1", "2", "5"]
 
 
-def test_method_names_are_read_and_written() -> None:
-    for name in (
-        "hkvd@0.16",
-        "heads+hkvd@0.08:first_share=0.25",
-        "random@0.3:seed=7",
-        "ahead*hkvd@0.05:mask=bottom_right",
-        "hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.1",
+def test_method_names_are_read() -> None:
+    for name, values in (
+        ("hkvd@0.16", {}),
+        ("heads+hkvd@0.08:first_share=0.25", {"first_share": 0.25}),
+        ("random@0.3:seed=7", {"seed": 7}),
+        ("ahead*hkvd@0.05:mask=bottom_right", {"mask": "bottom_right"}),
+        (
+            "hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.1",
+            {"check_layers": (1, 8), "recomp_ratios": (0.3, 0.1)},
+        ),
     ):
-        settings = blend_settings(name)
-        assert settings is not None
-        parts = method_name(settings).split(":")
-        assert parts[0] == name.split(":")[0] and set(parts) == set(name.split(":"))
+        policy, ratio = name.split(":")[0].split("@")
+        expected = {"policy": policy, "recomp_ratio": float(ratio), **values}
+        assert blend_settings(name) == BlendSettings.from_mapping(expected)
     assert blend_settings("full") is None
     assert blend_settings("reuse") == BlendSettings(recomp_ratio=0.0)
     assert blend_settings("reuse:behind=nothing") == BlendSettings(recomp_ratio=0.0)
@@ -99,7 +100,7 @@ def test_method_names_are_read_and_written() -> None:
 
 def test_one_option_computes_all_chunks_behind_something_else() -> None:
     names = ["--methods", "full", "reuse", "hkvd@0.1:behind=bos", "--policies", "ahead"]
-    options = parser_of("").parse_args([*names, "--ratios", "0.2", "--behind", "nothing"])
+    options = run_parser("").parse_args([*names, "--ratios", "0.2", "--behind", "nothing"])
     assert methods_of(options) == [
         "full",
         "reuse:behind=nothing",
@@ -135,9 +136,10 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
     assert reuse.speedup == 3.0 and hkvd.speedup == 4.0
     assert hkvd.recovered == pytest.approx(0.75) and reuse.recovered == 0
     assert reuse.same == 0.5
-    count, mean = difference(rows, "hkvd@0.16", "reuse")
-    assert count == 1 and mean.value == pytest.approx(-0.15)
-    assert difference(rows, "full", "reuse", "score")[1].value == 0.5
+    run = across.Run("m", "t", rows)
+    found = compare.differences("hkvd@0.16", "reuse", "kl", run)
+    assert list(found) == ["1"] and found["1"] == pytest.approx(-0.15)
+    assert compare.differences("full", "reuse", "score", run) == {"0": 1.0, "1": 0.0}
     assert markdown([full]).splitlines()[2].count("|") == len(HEADER) + 1
     more = replace(hkvd, method="hkvd@0.05:mask=bottom_right")
     assert grid([full, reuse, hkvd, more], "t").splitlines() == [
@@ -147,6 +149,24 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
         "| `hkvd:mask=bottom_right` | 0.0500 (75%) |  |",
     ]
     assert grid([full, reuse, hkvd], "t") == ""
+
+
+def test_what_is_recovered_is_of_chunks_computed_behind_the_same() -> None:
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, 2.0, True, 0.0, 0.0, 1.0)
+    rows = [base] + [
+        replace(base, method=method, kl=kl)
+        for method, kl in (
+            ("reuse", 0.2),
+            ("hkvd@0.16", 0.1),
+            ("reuse:behind=nothing", 0.8),
+            ("hkvd@0.16:behind=nothing", 0.2),
+            ("hkvd@0.16:behind=bos", 0.1),
+        )
+    ]
+    found = {summary.method: summary.recovered for summary in summarize(rows)}
+    assert found["hkvd@0.16"] == pytest.approx(0.5)
+    assert found["hkvd@0.16:behind=nothing"] == pytest.approx(0.75)
+    assert found["reuse:behind=nothing"] == 0 and found["hkvd@0.16:behind=bos"] is None
 
 
 def test_the_worst_examples_come_first() -> None:
@@ -204,7 +224,7 @@ def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row[1] for row in kl[2:]] == ["40"] * 4 + [""] * 3
     each = rows("methods", *folders, "--methods", "hkvd@0.16", "mapreduce")
     assert [row[0] for row in each[2:4]] == ["`hkvd@0.16`", "`mapreduce`"] and len(each) == 4 * 4
-    assert each[3][2] == "" and each[3][6].startswith("0.") and each[2][2] == kl[2][3]
+    assert each[3][2] == "-" and each[3][6].startswith("0.") and each[2][2] == kl[2][3]
     (lost,) = (row for row in rows("lost", *folders, "--methods", "reuse") if row[0] == "big, t")
     share = rows("recovered", *folders, "--methods", "hkvd@0.16")[2]
     assert share == ["big, t", lost[2], "80% [80%, 80%]", "80% [80%, 80%]"]

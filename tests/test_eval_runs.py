@@ -14,12 +14,15 @@ import pytest
 from vllm_blend.eval import cli
 from vllm_blend.eval.cli import make_blender
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
+from vllm_blend.eval.forcing import check_forced, forced_params
 from vllm_blend.eval.report import render
 from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, read_results
 from vllm_blend.eval.stats import summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.tune import main as tune_main
 from vllm_blend.eval.tune import settings_of, tune
+from vllm_blend.quality import watching
 from vllm_blend.settings import BlendSettings
 
 
@@ -72,6 +75,8 @@ def test_a_stopped_run_goes_on_where_it_was(run: tuple[Path, list[Result]], blen
     assert nothing.run(TASKS["synthetic"], synthetic("cut", 1), METHODS) == again
     with pytest.raises(ValueError, match="holds results of"):
         Runner(blender, Protocol("another"), folder)
+    with pytest.raises(ValueError, match="2 examples have the id 'cut3-0-0'"):
+        nothing.run(TASKS["synthetic"], synthetic("cut", 1) * 2, METHODS)
 
 
 def test_examples_in_a_batch_get_what_they_get_alone(blender: Any, tmp_path: Path) -> None:
@@ -122,21 +127,49 @@ def test_the_command_line_reaches_engine_and_runner(
     assert "| synthetic | `reuse` | 3 |" in capsys.readouterr().out
 
 
+def test_the_tuner_s_command_line_cuts_answers_and_writes_settings(
+    blender: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, settings = tmp_path / "data.jsonl", tmp_path / "blend.json"
+    (example,) = synthetic("whole", 1)
+    texts = [{"text": passage.text} for passage in example.passages]
+    row = {"passages": texts, "question": example.question, "answers": example.answers}
+    data.write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
+    run = ["--task", "synthetic", "--data", str(data), "--max-tokens", "1", "--policies", "random"]
+    more = ["--ratios", "1", "--settings", str(settings), "--output", str(tmp_path / "tune")]
+    tune_main([*run, *more])
+    assert json.loads(settings.read_text()) == {"recomp_ratio": 1.0, "policy": "random"}
+    assert json.loads((tmp_path / "tune" / RUN).read_text())["max_tokens"] == 1
+    for result in read_results(tmp_path / "tune"):
+        assert result.kl == result.first_kl  # there is one token
+
+
 def test_forced_tokens_are_not_seen_by_the_question(blender: Any) -> None:
     """The choice of rows must not depend on the answer that is forced."""
-    from vllm_blend.quality import forced_logits
-
     task, (example,) = TASKS["synthetic"], synthetic("whole", 1)
     chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
     prompt = blender.prompt(chunks, task.ask(example))
     settings = BlendSettings(policy="ahead", recomp_ratio=0.1)
-    one = forced_logits(blender, prompt, [20, 30, 40], settings=settings)
+
+    def forced(answer: list[int]) -> list[np.ndarray]:
+        kept: list[np.ndarray] = []
+
+        def see(requests: list[int], steps: list[int], logits: Any) -> None:
+            kept.append(logits[0].float().numpy().copy())
+
+        with watching(blender.llm, see, [answer]):
+            output = blender.generate(prompt, forced_params(answer), settings=settings)
+        check_forced(output, answer)
+        return kept
+
+    one = forced([20, 30, 40])
     rows = blender.model.cache_fuse_metadata["imp_indices"].tolist()
-    two = forced_logits(blender, prompt, [21, 30], settings=settings)
+    two = forced([21, 30])
     assert blender.model.cache_fuse_metadata["imp_indices"].tolist() == rows
-    assert one.logits.shape[0] == 3 and one.ttft > 0
-    assert np.allclose(one.logits[0], two.logits[0], atol=1e-4)
-    assert not np.allclose(one.logits[1], two.logits[1], atol=1e-2)
+    assert len(one) == 3
+    assert np.allclose(one[0], two[0], atol=1e-4)
+    assert not np.allclose(one[1], two[1], atol=1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
-"""How far a blended answer is from full prefill's: logits of the question, and KL divergence."""
+"""How far a blended answer is from full prefill's: logits of question and answer, KL divergence."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from vllm_blend.blender import Blender, BlendPrompt
 from vllm_blend.compat import of_this_step, running
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM
 
     from vllm_blend.settings import BlendSettings
 
@@ -114,64 +113,6 @@ def watching(llm: LLM, see: See, forced: Sequence[Sequence[int]] | None = None) 
         yield
     finally:
         del outer.compute_logits
-
-
-@dataclass(frozen=True)
-class Forced:
-    """Logits at each step of a given answer, and the time to its first token.
-
-    Attributes:
-        logits: ``[num_answer_tokens, vocab_size]`` float32; row i is what token i is drawn from.
-        ttft: in seconds, if the engine keeps statistics, else NaN.
-    """
-
-    logits: torch.Tensor
-    ttft: float
-
-
-def forced_logits(
-    blender: Blender,
-    prompt: BlendPrompt,
-    answer: Sequence[int],
-    *,
-    settings: BlendSettings | None = None,
-    blend: bool = True,
-) -> Forced:
-    """Decodes ``answer`` whatever the model would say (teacher forcing), prompt and cache as always.
-
-    Unlike ``suffix_logits`` the answer is not part of the prompt, so a policy that asks the question
-    does not see it.
-
-    Raises:
-        RuntimeError: if the engine computed the prompt in parts, or other requests were running.
-    """
-    kept: list[torch.Tensor] = []
-
-    def see(requests: list[int], steps: list[int], logits: torch.Tensor) -> None:
-        kept.append(logits.float().clone())
-
-    with watching(blender.llm, see, [answer]):
-        output = blender.generate(prompt, forced_params(answer), settings=settings, blend=blend)
-    check_forced(output, answer)
-    ttft = output.metrics.first_token_latency if output.metrics else float("nan")
-    return Forced(torch.cat(kept[: len(answer)]), ttft)
-
-
-def forced_params(answer: Sequence[int]) -> SamplingParams:
-    """Of a request whose tokens are forced."""
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True, detokenize=False)
-
-
-def check_forced(output: RequestOutput, answer: Sequence[int]) -> None:
-    """Raises RuntimeError if the request did not answer what was forced."""
-    if list(output.outputs[0].token_ids) != list(answer):
-        raise RuntimeError(
-            f"the engine computed a prompt of {len(output.prompt_token_ids or ())} tokens in parts, or "
-            "twice; raise max_num_batched_tokens to the prompt's length and leave the engine to this "
-            "call alone"
-        )
 
 
 def agreement(full: torch.Tensor, blended: torch.Tensor) -> float:

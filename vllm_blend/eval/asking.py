@@ -91,11 +91,6 @@ class Mapped:
         return Answer(answer.token_ids, answer.text, self.seconds)
 
 
-def ask_full(askers: Sequence[Asker]) -> list[Answer]:
-    """By full prefill."""
-    return [answer_of(o) for o in run(askers, [asker.prompt.token_ids for asker in askers])]
-
-
 def ask_prefixed(askers: Sequence[Asker]) -> list[Answer]:
     """By full prefill when the blocks of the head and the first chunk are in the prefix cache."""
     from vllm import SamplingParams

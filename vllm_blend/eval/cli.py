@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from vllm_blend.eval.data import Example, read_examples
 from vllm_blend.eval.methods import BEHIND, PLAIN, split_behind
 from vllm_blend.eval.synthetic import KINDS, synthetic
-from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.tasks import TASKS, Task
 
 if TYPE_CHECKING:
     from vllm_blend.blender import Blender
+    from vllm_blend.eval.runner import Runner
 
 METHODS = ("full", "prefix", "reuse", "hkvd@0.16", "hkvd@0.16:mask=bottom_right", "mapreduce")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Options of a run."""
+    """Options of a run over examples, whatever methods it compares."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,20 +38,13 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, help="examples (default: all)")
     parser.add_argument("--skip", type=int, default=0, help="of them, leave out the first ones (0)")
     parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M)")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument("--policies", nargs="+", default=[], help="run each at every --ratios")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.05, 0.08, 0.16, 0.3])
-    parser.add_argument(
-        "--behind", choices=BEHIND, help="compute the chunks of all that blend behind this (methods.py)"
-    )
     parser.add_argument("--chunk-tokens", type=int, default=512, help="cut longer passages (512)")
     parser.add_argument("--passage-tokens", type=int, help="cut off the rest of longer passages")
     parser.add_argument("--max-passages", type=int, help="of an example; gold ones first")
     parser.add_argument("--kl-tokens", type=int, default=16, help="answer tokens that KL is over (16)")
     parser.add_argument("--max-tokens", type=int, help="of an answer (default: the task's)")
-    parser.add_argument(
-        "--no-answers", action="store_true", help="KL and agreement only, twice as fast"
-    )
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument(
         "--batch",
@@ -68,6 +62,19 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output", type=Path, help="results go on here (default: a new folder in .out/)"
+    )
+    return parser
+
+
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """The same, and which methods."""
+    parser = parser_of(description)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
+    parser.add_argument(
+        "--behind", choices=BEHIND, help="compute the chunks of all that blend behind this (methods.py)"
+    )
+    parser.add_argument(
+        "--no-answers", action="store_true", help="KL and agreement only, twice as fast"
     )
     return parser
 
@@ -109,15 +116,12 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "", **engin
     return Blender(LLM(model=str(model or embedded_model()), **chosen | engine), chat=False, head=head)
 
 
-def evaluate(
-    task_name: str, examples: Sequence[Example], options: argparse.Namespace, default_output: str
-) -> None:
-    """Runs the methods, prints the table, leaves it in the output folder."""
+def runner_of(
+    task_name: str, options: argparse.Namespace, answers: bool, default_output: str
+) -> tuple[Runner, Task]:
+    """What ``parser_of``'s options say: an engine, the protocol, the folder, the task."""
     from vllm_blend.eval.runner import Protocol, Runner
-    from vllm_blend.eval.stats import summarize
-    from vllm_blend.eval.tables import write_tables
 
-    methods = methods_of(options)
     task = TASKS[task_name]
     if options.max_tokens:
         task = replace(task, max_tokens=options.max_tokens)
@@ -127,30 +131,41 @@ def evaluate(
         options.chunk_tokens,
         options.kl_tokens,
         options.max_passages,
-        not options.no_answers,
+        answers,
         options.max_tokens,
         options.passage_tokens,
         str(options.engine.get("dtype", "auto")),
     )
     folder = options.output or Path(".out") / default_output
-    runner = Runner(blender, protocol, folder, options.batch)
+    return Runner(blender, protocol, folder, options.batch), task
+
+
+def evaluate(
+    task_name: str, examples: Sequence[Example], options: argparse.Namespace, default_output: str
+) -> None:
+    """Runs the methods, prints the table, leaves it in the output folder."""
+    from vllm_blend.eval.stats import summarize
+    from vllm_blend.eval.tables import write_tables
+
+    methods = methods_of(options)
+    runner, task = runner_of(task_name, options, not options.no_answers, default_output)
     summaries = summarize(runner.run(task, examples, methods))
-    print(f"\n{protocol.model}, score: {task.metric}; results in {folder}\n")
-    print(write_tables(summaries, folder))
+    print(f"\n{runner.protocol.model}, score: {task.metric}; results in {runner.folder}\n")
+    print(write_tables(summaries, runner.folder))
 
 
 def run_task(
     task_name: str, own_data: Path, description: str | None, argv: Sequence[str] | None = None
 ) -> None:
     """An example script: one task, its own small set by default."""
-    options = parser_of(description).parse_args(argv)
+    options = run_parser(description).parse_args(argv)
     examples = read_examples(options.data or own_data, options.limit, options.max_passages)
     evaluate(task_name, examples[options.skip :], options, task_name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """``python -m vllm_blend.eval``: any task."""
-    parser = parser_of(__doc__)
+    parser = run_parser(__doc__)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--synthetic", choices=KINDS, help="made-up examples instead of --data")
     parser.add_argument("--people", type=int, default=3, help="in a synthetic example (3)")

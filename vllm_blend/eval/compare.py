@@ -13,26 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_blend.eval.across import Run, grid, read_runs
-from vllm_blend.eval.runner import Result
-from vllm_blend.eval.stats import Mean, bootstrap
 
 
 def differences(one: str, two: str, what: Literal["kl", "score"], run: Run) -> dict[str, float]:
-    """By example: KL to full prefill (or score) of method ``one`` less that of ``two``."""
+    """By example: KL to full prefill (or score) of method ``one`` less that of ``two``; KL below 0:
+    ``one`` is nearer."""
     left, right = run.values(one, what), run.values(two, what)
     return {example: left[example] - right[example] for example in left if example in right}
-
-
-def difference(
-    results: Sequence[Result], one: str, two: str, what: Literal["kl", "score"] = "kl"
-) -> tuple[int, Mean]:
-    """The mean of ``differences`` in one task.
-
-    Returns:
-        The number of examples, and the mean with its interval; KL below 0: ``one`` is nearer.
-    """
-    found = differences(one, two, what, Run("", "", results))
-    return len(found), bootstrap(list(found.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for what in options.what
         for one, two in pairs
     }
-    print(grid(read_runs(options.folders), columns))
+    print(grid(read_runs(options.folders), columns), end="")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_blend.eval.asking import Answer, Asker, answer_of, batches, run
-from vllm_blend.quality import check_forced, forced_params, kl_by_token, watching
+from vllm_blend.quality import kl_by_token, watching
 from vllm_blend.settings import BlendSettings
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
 
 ROWS = 16
 """Tokens that are compared at once; a row of logits is up to 600 KB in float32, and needs copies."""
@@ -111,3 +115,20 @@ def _distances(batch: Sequence[tuple[Asker, BlendSettings, Full]]) -> list[Dista
         ttft = answer_of(output).ttft
         found.append(Distance(sum(kls) / len(kls), kls[0], sum(same) / len(same), ttft))
     return found
+
+
+def forced_params(answer: Sequence[int]) -> SamplingParams:
+    """Of a request whose tokens are forced."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True, detokenize=False)
+
+
+def check_forced(output: RequestOutput, answer: Sequence[int]) -> None:
+    """Raises RuntimeError if the request did not answer what was forced."""
+    if list(output.outputs[0].token_ids) != list(answer):
+        raise RuntimeError(
+            f"the engine computed a prompt of {len(output.prompt_token_ids or ())} tokens in parts, or "
+            "twice; raise max_num_batched_tokens to the prompt's length and leave the engine to this "
+            "call alone"
+        )

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -73,14 +72,3 @@ def blend_settings(name: str) -> BlendSettings | None:
     except ValueError as error:
         raise ValueError(f"method is {name!r}; {error}") from None
     return BlendSettings.from_mapping(values)
-
-
-def method_name(settings: BlendSettings) -> str:
-    """The name of blending with these settings."""
-    name = f"{settings.policy}@{settings.recomp_ratio:g}"
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in _VALUES and value != field.default:
-            text = ",".join(f"{v:g}" for v in value) if isinstance(value, tuple) else str(value)
-            name += f":{field.name}={text}"
-    return name

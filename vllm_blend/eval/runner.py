@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -124,9 +125,17 @@ class Runner:
         self.results = read_results(folder)
 
     def run(self, task: Task, examples: Iterable[Example], methods: Sequence[str]) -> list[Result]:
-        """Results of ``methods`` (and ``full``) on ``examples``, those found in the folder included."""
+        """Results of ``methods`` (and ``full``) on ``examples``, those found in the folder included.
+
+        Raises:
+            ValueError: names a method that is not known, or an id that several examples have.
+        """
         for method in methods:
             blend_settings(method)  # refuses an unknown one before the first is run
+        examples = list(examples)
+        if len(ids := Counter(example.id for example in examples)) < len(examples):
+            name, count = ids.most_common(1)[0]
+            raise ValueError(f"{count} examples have the id {name!r}; results are told apart by it")
         names = list(dict.fromkeys(["full", *methods]))
         done = {(r.task, r.example, r.method) for r in self.results}
         work = []
@@ -147,7 +156,8 @@ class Runner:
 
     def examples(self, task: Task, work: Sequence[tuple[Example, Sequence[str]]]) -> list[Result]:
         """Each example by its methods; the chunks' KV is dropped afterwards."""
-        behinds = {None, *(split_behind(method)[1] for _, methods in work for method in methods)}
+        asked = (split_behind(method)[1] for _, methods in work for method in methods)
+        behinds = dict.fromkeys([None, *asked])
         askers: dict[str | None, list[asking.Asker]] = {}
         try:
             for behind in behinds:

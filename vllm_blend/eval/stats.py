@@ -8,6 +8,7 @@ from statistics import median
 
 import numpy as np
 
+from vllm_blend.eval.methods import split_behind
 from vllm_blend.eval.runner import Result
 
 RESAMPLES = 10_000
@@ -65,7 +66,8 @@ class Summary:
         score: the task's metric; NaN in a run without answers, as ``loss``.
         loss: full prefill's score less this one's, example by example.
         kl: KL(full || method) over the first answer tokens; None where it is not defined.
-        recovered: share of full reuse's KL that is gone; None without full reuse on the same examples.
+        recovered: share of full reuse's KL that is gone; None without full reuse, of chunks computed
+            behind the same, on the same examples.
         top1: share of those tokens with full prefill's first choice.
         same: share of answers that are full prefill's, token for token.
         ttft: median, seconds; None if any was not measured.
@@ -91,9 +93,15 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
     for result in results:
         by.setdefault((result.task, result.method), {})[result.example] = result
     return [
-        _summary(task, method, rows, by[task, "full"], by.get((task, "reuse"), {}))
+        _summary(task, method, rows, by[task, "full"], by.get((task, reuse_beside(method)), {}))
         for (task, method), rows in by.items()
     ]
+
+
+def reuse_beside(method: str) -> str:
+    """Full reuse of chunks that are computed behind what ``method`` has them behind."""
+    _, behind = split_behind(method)
+    return f"reuse:behind={behind}" if behind else "reuse"
 
 
 def _summary(

@@ -50,9 +50,9 @@ def row(summary: Summary) -> list[str]:
         summary.task,
         f"`{summary.method}`",
         str(summary.n),
-        "-" if isnan(summary.score.value) else f"{summary.score.value:.3f}",
+        number(summary.score.value),
         interval(summary.loss),
-        "-" if summary.kl is None else interval(summary.kl, 4),
+        interval(summary.kl, 4),
         percent(summary.recovered),
         percent(summary.top1),
         percent(summary.same),
@@ -61,9 +61,14 @@ def row(summary: Summary) -> list[str]:
     ]
 
 
-def interval(mean: Mean, digits: int = 3) -> str:
+def number(value: float) -> str:
+    """Three digits; "-" where there is nothing."""
+    return "-" if isnan(value) else f"{value:.3f}"
+
+
+def interval(mean: Mean | None, digits: int = 3) -> str:
     """``value [low, high]``; "-" where there is nothing."""
-    if isnan(mean.value):
+    if mean is None or isnan(mean.value):
         return "-"
     return f"{mean.value:.{digits}f} [{mean.low:.{digits}f}, {mean.high:.{digits}f}]"
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_blend.eval.cli import make_blender, parser_of
+from vllm_blend.eval.cli import parser_of, runner_of
 from vllm_blend.eval.data import Example, read_examples
 from vllm_blend.eval.methods import blend_settings
-from vllm_blend.eval.runner import Protocol, Runner
+from vllm_blend.eval.runner import Runner
 from vllm_blend.eval.stats import Summary, summarize
 from vllm_blend.eval.tables import interval, percent
 from vllm_blend.eval.tasks import TASKS, Task
@@ -76,21 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
     examples = read_examples(options.data, options.limit, options.max_passages)[options.skip :]
-    blender = make_blender(
-        options.model, options.max_model_len, TASKS[options.task].header, **options.engine
-    )
-    model = options.model.name if options.model else "SmolLM2-135M-Instruct"
-    protocol = Protocol(
-        model,
-        options.chunk_tokens,
-        options.kl_tokens,
-        options.max_passages,
-        answers=False,
-        passage_tokens=options.passage_tokens,
-        dtype=str(options.engine.get("dtype", "auto")),
-    )
-    runner = Runner(blender, protocol, options.output or Path(".out/tune"), options.batch)
-    task = TASKS[options.task]
+    runner, task = runner_of(options.task, options, False, "tune")
     best = tune(runner, task, examples, options.quality, options.policies, options.ratios)
     if best is None:
         parser.exit(
