@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.compat import add_news
 from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.models.clock import StageClock
+from vllm_blend.models.frame import Frame
 from vllm_blend.server.chunks import chunk_key
 from vllm_blend.server.mail import News
 
@@ -326,9 +328,8 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     assert len(server.model.chunks) <= len(state.blend_chunks) + len(state.blend_chunks._to_drop) + 1
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_preempted_requests_answer_as_alone(server: Engine, ratio: float) -> None:
-    """At other ratios a resumed request, some of whose blocks are cached, may choose other tokens."""
     prompts, fields = [], []
     for index in range(4):
         prompt, spans = prompt_of(server, [60 + index, 70 + index])
@@ -361,6 +362,53 @@ def test_preempted_requests_answer_as_alone(server: Engine, ratio: float) -> Non
     assert [answer(output) for output in together] == alone
 
 
+@contextmanager
+def steps_of(server: Engine, budget: int, seats: int) -> Iterator[None]:
+    """At most ``budget`` tokens and ``seats`` requests a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler(server), "max_num_scheduled_tokens", budget)
+        for name in ("max_num_running_reqs", "max_num_active_reqs"):
+            patch.setattr(scheduler(server), name, seats)
+        yield
+
+
+@pytest.mark.parametrize("budget", [330, 500, 700, 130])
+def test_what_else_a_step_holds_does_not_change_the_choice(
+    server: Engine, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Blended prompts beside plain ones and their like; the last budget holds none of them whole."""
+    prompts: list[list[int]] = []
+    fields: list[Any] = []
+    for index in range(4):
+        prompt, spans = prompt_of(server, [40 + index, 50 + index, 41 + index])
+        prompts += [prompt, server.ids(61 + index, 30 + index), prompt]
+        blended = {"spans": spans, "recomp_ratio": 0.16} | REPORT
+        fields += [blended, None, blended]
+    outputs(server, prompts, fields)
+    drain(server)
+    chosen: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}  # by chunks and the window's start
+    stock = Frame.shrink
+
+    def shrink(frame: Frame, kept: dict[Any, torch.Tensor]) -> torch.Tensor:
+        for request, index in kept.items():
+            chunks = tuple(span.kv.layers[0][0].data_ptr() for span in request.plan.spans)
+            chosen.setdefault((chunks, request.position), set()).add(tuple(index.tolist()))
+        return stock(frame, kept)
+
+    monkeypatch.setattr(Frame, "shrink", shrink)
+    state = scheduler(server)
+    alone = []
+    with steps_of(server, budget, seats=6):
+        for prompt, field in zip(prompts, fields, strict=True):
+            state.reset_prefix_cache()
+            alone.append(answer(*outputs(server, [prompt], [field])))
+        state.reset_prefix_cache()
+        together = outputs(server, prompts, fields)
+    assert [answer(output) for output in together] == alone
+    assert len(chosen) == (4 if budget > 130 else 12)
+    assert all(len(choices) == 1 for choices in chosen.values())
+
+
 @pytest.mark.parametrize("budget", [37, 96, 160])
 def test_windows_of_a_chunked_prefill_with_exact_kv(server: Engine, budget: int) -> None:
     """The first chunk, right behind an empty context, has exact KV: any window gives full prefill."""
@@ -372,12 +420,8 @@ def test_windows_of_a_chunked_prefill_with_exact_kv(server: Engine, budget: int)
     state.reset_prefix_cache()
     (plain,) = outputs(server, [prompt], [None])
     state.reset_prefix_cache()
-    before = state.max_num_scheduled_tokens
-    state.max_num_scheduled_tokens = budget
-    try:
+    with steps_of(server, budget, state.max_num_running_reqs):
         (found,) = outputs(server, [prompt], [{"spans": [[0, 200]]} | REPORT])
-    finally:
-        state.max_num_scheduled_tokens = before
     assert report(found)["reused_tokens"] == 200
     assert answer(found) == answer(plain)
 

@@ -3,7 +3,8 @@
 A block's name in vLLM's prefix cache is a hash chained over the tokens before it. A blended request
 reads blocks under the stock names, which exact requests wrote; what it computes itself, from the block
 of the first reused token on, is named by a chain that also holds its plan. So an exact request never
-finds it, and only a request with the same plan and tenant does.
+finds it, and only a request with the same plan and tenant does; and only where it finds all of its
+chunks' tokens so, since the choice among a part of them would be another one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class BlockNames:
     Attributes:
         exact: stock names of the prompt's full blocks.
         first: the block from which on the request's own blocks are approximate.
+        end: of the last chunk.
         salt: of the names from there on.
     """
 
     exact: list[Any]
     first: int
+    end: int
     salt: str
 
     @classmethod
@@ -42,7 +45,8 @@ class BlockNames:
             [(s.start, s.end, s.key.hex(), s.offset) for s in plan.spans],
         ]
         salt = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-        return cls(list(request.block_hashes), plan.spans[0].start // block_size, f"vllm_blend:{salt}")
+        first, end = plan.spans[0].start // block_size, plan.spans[-1].end
+        return cls(list(request.block_hashes), first, end, f"vllm_blend:{salt}")
 
     def mixed(self, request: Any, hasher: Hasher, num_exact: int) -> list[Any]:
         """All names of the request, the first ``num_exact`` of them stock ones."""
@@ -70,7 +74,7 @@ class BlendKVCacheManager:
         exact = stock.get_computed_blocks(request)
         request.block_hashes = names.mixed(request, self.blend_hasher, names.first)
         mixed = stock.get_computed_blocks(request)
-        if mixed[1] > exact[1]:
+        if mixed[1] >= max(exact[1] + 1, names.end):
             return mixed
         num_exact = max(names.first, exact[1] // self.blend_block_size)
         request.block_hashes = names.mixed(request, self.blend_hasher, num_exact)

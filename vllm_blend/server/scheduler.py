@@ -4,7 +4,7 @@
                          one whose chunks may be in a store's lower tiers waits for the answer, and
                          is told by the controller which of them to wait for, if its ratio is "auto"
 ``schedule``             lets in the engine's own requests: the start-up check and measurement,
-                         missed chunks
+                         missed chunks; lets a blended prompt wait for a step that has room for it
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
 
@@ -49,6 +49,9 @@ class BlendScheduler:
     vllm_config: Any
     log_stats: bool
     requests: dict[str, Any]
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock: Any = super()
@@ -265,6 +268,27 @@ class BlendScheduler:
             setattr(output, ORDERS, orders)
         setattr(output, STARTED, time.monotonic())
         return output
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed: int, num_new: int) -> int:
+        """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
+
+        A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
+        chosen among those of one step, and must not depend on what else the step holds.
+        """
+        stock: Any = super()
+        left = request.num_tokens - num_computed
+        if request.request_id in self._plans and left > 1 and (window := self._window()):
+            num_new = min(left, window) if num_new >= min(left, window) else 0
+        return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+
+    def _window(self) -> int:
+        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts as it likes."""
+        config = self.vllm_config.scheduler_config
+        decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
+        window = self.max_num_scheduled_tokens - decodes
+        if window < decodes or not config.enable_chunked_prefill:
+            return 0
+        return min(window, config.long_prefill_token_threshold or window)
 
     def _ask_all(self) -> None:
         """Something that requests waited for is done."""
