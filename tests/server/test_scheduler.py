@@ -270,6 +270,7 @@ def test_a_chunk_lost_under_cached_blocks_is_collected_again(server: Engine) -> 
     """Its tokens come from the prefix cache, by the request's own earlier blocks."""
     state = scheduler(server)
     prompt, spans = prompt_of(server, [221, 222])
+    prompt += server.ids(state._block_size, 97)  # so that all chunks lie in full blocks
     field = {"spans": spans} | REPORT
     outputs(server, [prompt], [field])
     drain(server)
@@ -278,7 +279,7 @@ def test_a_chunk_lost_under_cached_blocks_is_collected_again(server: Engine) -> 
     server.model.chunks.drop([chunk_key("", prompt[slice(*spans[0])])])
     (again,) = outputs(server, [prompt], [field])
     assert answer(again) == answer(cached)
-    assert again.num_cached_tokens >= spans[0][1]
+    assert again.num_cached_tokens >= spans[-1][1]
     assert report(again)["lost_chunks"] == {}
     drain(server)
     assert len(server.model.chunks) >= len(state.blend_chunks)

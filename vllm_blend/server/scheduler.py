@@ -282,7 +282,7 @@ class BlendScheduler:
         return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
 
     def _window(self) -> int:
-        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts as it likes."""
+        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts freely."""
         config = self.vllm_config.scheduler_config
         decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
         window = self.max_num_scheduled_tokens - decodes
