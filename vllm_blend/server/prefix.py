@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -30,12 +30,14 @@ class BlockNames:
         first: the block from which on the request's own blocks are approximate.
         end: of the last chunk.
         salt: of the names from there on.
+        salted: names under that salt, from block 0 on, as far as they were needed.
     """
 
     exact: list[Any]
     first: int
     end: int
     salt: str
+    salted: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> BlockNames:
@@ -51,12 +53,12 @@ class BlockNames:
     def mixed(self, request: Any, hasher: Hasher, num_exact: int) -> list[Any]:
         """All names of the request, the first ``num_exact`` of them stock ones."""
         stock_salt, stock_hashes = request.cache_salt, request.block_hashes
-        request.cache_salt, request.block_hashes = f"{stock_salt or ''}{self.salt}", []
+        request.cache_salt, request.block_hashes = f"{stock_salt or ''}{self.salt}", self.salted
         try:
-            salted = hasher(request)
+            self.salted += hasher(request)
         finally:
             request.cache_salt, request.block_hashes = stock_salt, stock_hashes
-        return self.exact[:num_exact] + salted[num_exact:]
+        return self.exact[:num_exact] + self.salted[num_exact:]
 
 
 class BlendKVCacheManager:
@@ -84,7 +86,7 @@ class BlendKVCacheManager:
 def disown_blocks(request: Any, start: int, hasher: Any, manager: Any) -> None:
     """Takes a request's blocks from token ``start`` on out of the prefix cache."""
     names = request.blend_names
-    names.salt = f"vllm_blend:{request.request_id}"  # what it computes from now on is its own
+    names.salt, names.salted = f"vllm_blend:{request.request_id}", []  # what it computes now is its own
     request.block_hashes = names.mixed(request, hasher, names.first)
     groups = manager.kv_cache_config.kv_cache_groups
     for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
