@@ -33,7 +33,7 @@ def server(tiny: Any) -> Iterator[Engine]:
 
 
 def test_the_check_passed(server: Engine) -> None:
-    gate = scheduler(server).blend_gate
+    gate = scheduler(server).blend_own.gate
     assert gate.verdict == ""
     assert gate.error < 1e-4
 
@@ -324,7 +324,7 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     assert state.blend_chunks.num_pinned == 0
     assert not len(state.blend_reports)
     assert not state._plans
-    assert len(state.blend_background) == 0
+    assert len(state.blend_own.background) == 0
     assert state.blend_chunks.num_evicted > 0
     assert len(server.model.chunks) <= len(state.blend_chunks) + len(state.blend_chunks._to_drop) + 1
 
@@ -451,7 +451,7 @@ def test_the_check_refuses_a_model_that_rotates_otherwise(
     monkeypatch.setattr(CPUBlendImpl, "fuse", wrong)
     with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
         drain(engine)
-        gate = scheduler(engine).blend_gate
+        gate = scheduler(engine).blend_own.gate
         assert "with exact KV its next-token log-probabilities are off" in gate.verdict
         prompt, spans = prompt_of(engine, [1])
         (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
@@ -463,7 +463,7 @@ def test_the_check_does_not_pass_without_its_kv(tiny: Any, monkeypatch: pytest.M
     monkeypatch.setattr(ChunkKV, "keep", lambda *_: None)
     with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
         drain(engine)
-        assert "did not keep" in scheduler(engine).blend_gate.verdict
+        assert "did not keep" in scheduler(engine).blend_own.gate.verdict
 
 
 def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
@@ -475,4 +475,4 @@ def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
 def test_the_check_passes_on_every_family(tiny: Any, family: str) -> None:
     with make_engine(tiny(family), additional_config={"vllm_blend": {}}, max_model_len=120) as engine:
         drain(engine)
-        assert scheduler(engine).blend_gate.verdict == ""
+        assert scheduler(engine).blend_own.gate.verdict == ""

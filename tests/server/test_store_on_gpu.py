@@ -42,7 +42,7 @@ def test_chunks_are_found_wherever_they_lie(
     for start in range(2):
         with make_engine(tiny("qwen3"), additional_config={"vllm_blend": values}, **options) as engine:
             drain(engine)
-            pace, store = scheduler(engine).blend_pace, engine.model.chunks.tiers.store
+            pace, store = scheduler(engine).blend_own.pace, engine.model.chunks.tiers.store
             assert pace.done and pace.longest[1] > 0
             pace._times = SLOW
             place = "cuda" if torch.cuda.is_available() else "cpu"

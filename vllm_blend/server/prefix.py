@@ -61,6 +61,16 @@ class BlockNames:
         return self.exact[:num_exact] + self.salted[num_exact:]
 
 
+def name_blocks(
+    request: Any, plan: KeyedPlan, tenant: str, hasher: Hasher | None, block_size: int
+) -> None:
+    """Gives a request's approximate blocks names of their own; ``hasher`` None: there is no cache."""
+    if hasher is not None:
+        names = BlockNames.of(request, plan, tenant, block_size)
+        request.blend_names = names
+        request.block_hashes = names.mixed(request, hasher, names.first)
+
+
 class BlendKVCacheManager:
     """Mixin for vLLM's ``KVCacheManager``: a blended request's search for cached blocks."""
 

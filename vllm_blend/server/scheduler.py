@@ -22,16 +22,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
-from vllm_blend.server.background import Background, chunk_context
 from vllm_blend.server.chunks import KnownChunks, bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.fetches import Fetches, Waiting
-from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.lookup import Lookup
 from vllm_blend.server.mail import ORDERS, Lost, News, Orders
-from vllm_blend.server.pace import KEY as pace_key
-from vllm_blend.server.pace import Pace
-from vllm_blend.server.prefix import BlendKVCacheManager, BlockNames, disown_blocks
+from vllm_blend.server.own import OwnRequests
+from vllm_blend.server.prefix import BlendKVCacheManager, Hasher, disown_blocks, name_blocks
 from vllm_blend.server.reports import Reports, sizes
 from vllm_blend.server.wire import BlendRequest
 
@@ -58,48 +55,11 @@ class BlendScheduler:
         stock.__init__(*args, **kwargs)
         settings = ServerSettings.of(self.vllm_config)
         assert settings is not None  # else compat.py would not have chosen this class
-        model_config = self.vllm_config.model_config
         self.blend_settings = settings
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
         self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
-        context = chunk_context(self.vllm_config, settings.system, settings.head)
-        if not context:
-            logger.warning(
-                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
-                "costs quality; head sets a text."
-            )
-        longest = model_config.max_model_len - 1
-        self.blend_background = Background(
-            self.blend_chunks,
-            context,
-            longest - len(context),
-            settings.background_share,
-            self._own_request,
-        )
-        self.blend_fetches: Fetches | None = None
-        self.blend_pace: Pace | None = None
-        if settings.store is not None:
-            self.blend_fetches = Fetches(self.blend_chunks, self.blend_background)
-            if settings.auto:
-                self.blend_fetches.claim("")  # so that they are known to the first request
-            self.blend_pace = Pace.of(self.vllm_config, settings, self._own_request)
-        self.blend_lookup = Lookup(
-            self.blend_chunks, self.blend_background, self.blend_fetches, settings.min_chunk_tokens
-        )
-        self.blend_gate = Gate(
-            model_config.get_vocab_size(),
-            longest,
-            model_config.dtype,
-            settings.blend,
-            self._own_request,
-        )
-        self._plans: dict[str, KeyedPlan] = {}
-        self._store_stats: dict[str, int] = {}
-        engine = self.vllm_config.parallel_config.data_parallel_index
-        labels = model_config.served_model_name, str(engine)
-        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
         self._block_size = kwargs["hash_block_size"]
-        self._hasher: Any = None
+        self._hasher: Hasher | None = None
         manager = self.kv_cache_manager
         if manager.enable_caching:
             # as the engine makes it for clients' requests
@@ -107,6 +67,35 @@ class BlendScheduler:
             self._hasher = get_request_block_hasher(self._block_size, hash_fn)
             manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
             manager.blend_hasher, manager.blend_block_size = self._hasher, self._block_size
+        self.blend_own = OwnRequests(
+            self.vllm_config,
+            settings,
+            self.blend_chunks,
+            self._hasher,
+            self._block_size,
+            on_ready=self._ask_all,
+        )
+        background = self.blend_own.background
+        self.blend_fetches: Fetches | None = None
+        if settings.store is not None:
+            self.blend_fetches = Fetches(self.blend_chunks, background)
+            if settings.auto:
+                self.blend_fetches.claim("")  # so that they are known to the first request
+        self.blend_lookup = Lookup(
+            self.blend_chunks, background, self.blend_fetches, settings.min_chunk_tokens
+        )
+        self._plans: dict[str, KeyedPlan] = {}
+        self._store_stats: dict[str, int] = {}
+        engine = self.vllm_config.parallel_config.data_parallel_index
+        labels = self.vllm_config.model_config.served_model_name, str(engine)
+        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
+        if window := self._window():
+            logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
+        elif self.vllm_config.scheduler_config.enable_chunked_prefill:
+            logger.warning(
+                "vllm_blend: blended prompts are cut where a step is full, so what is recomputed depends "
+                "on what else it holds; with max_num_batched_tokens from twice max_num_seqs it does not."
+            )
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -119,8 +108,8 @@ class BlendScheduler:
             if self.blend_fetches is None:
                 self._plan(request, wish)
             else:
-                assert self.blend_pace is not None
-                self.blend_pace.wanted |= wish.paced
+                assert self.blend_own.pace is not None
+                self.blend_own.pace.wanted |= wish.paced
                 self.blend_fetches.waiting[request.request_id] = Waiting(wish)
                 self._ask(request)
         stock.add_request(request)
@@ -128,11 +117,11 @@ class BlendScheduler:
     def _ask(self, request: Any) -> None:
         """Asks for the chunks that a waiting request lacks, once the start-up check is done; or first
         for where they are, once the engine is measured."""
-        fetches, pace = self.blend_fetches, self.blend_pace
-        if fetches is None or pace is None or self.blend_gate.verdict is None:
+        fetches, pace = self.blend_fetches, self.blend_own.pace
+        if fetches is None or pace is None or self.blend_own.gate.verdict is None:
             return
         waiting = fetches.waiting[request.request_id]
-        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self._why_not()
+        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self.blend_own.why_not()
         if paced and not pace.done:
             if waiting.awaits_measurement():
                 return
@@ -141,7 +130,7 @@ class BlendScheduler:
         if fetches.holds(waiting, tenant):
             return
         marked = [tokens[start:end] for start, end in waiting.wish.spans]
-        can = not self._why_not()
+        can = not self.blend_own.why_not()
         missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
         found = []
         if can and waiting.wish.auto:
@@ -160,9 +149,9 @@ class BlendScheduler:
         if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
             if waiting.keys is None and waiting.looked_for is None:
                 self._ask(request)  # what it waited for may be there, or long enough in coming
-            if waiting.located and self.blend_pace is not None:
+            if waiting.located and self.blend_own.pace is not None:
                 tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
-                fetches.decide(waiting, tenant, tokens, self.blend_pace)
+                fetches.decide(waiting, tenant, tokens, self.blend_own.pace)
             if not waiting.done:
                 return False
             del fetches.waiting[request.request_id]
@@ -177,7 +166,7 @@ class BlendScheduler:
         tenant = _tenant(request, wish)
         spans: list[KeyedSpan] = []
         missed = 0
-        why = self._why_not()
+        why = self.blend_own.why_not()
         if not why:
             spans, missed = self.blend_lookup(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
@@ -193,7 +182,7 @@ class BlendScheduler:
             plan = KeyedPlan(tuple(spans), settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
-            self._name_blocks(request, plan, tenant)
+            name_blocks(request, plan, tenant, self._hasher, self._block_size)
         self.blend_reports.add(
             request.request_id,
             len(tokens),
@@ -209,57 +198,12 @@ class BlendScheduler:
             seconds = min(waited.until, time.monotonic()) - waited.since
             self.blend_reports.waited(request.request_id, seconds, loaded)
 
-    def _name_blocks(self, request: Any, plan: KeyedPlan, tenant: str) -> None:
-        """Its approximate blocks get names of their own in the prefix cache."""
-        if self._hasher is not None:
-            names = BlockNames.of(request, plan, tenant, self._block_size)
-            request.blend_names = names
-            request.block_hashes = names.mixed(request, self._hasher, names.first)
-
-    def _why_not(self) -> str:
-        if self.blend_gate.verdict is None:
-            return "the start-up check is still running"
-        return self.blend_gate.verdict and f"the start-up check failed: {self.blend_gate.verdict}"
-
-    # --- the engine's own requests --------------------------------------------------------------
-
-    def _own_request(
-        self, request_id: str, token_ids: list[int], plan: Any, num_logprobs: int | None = None
-    ) -> Any:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0,
-            detokenize=False,
-            logprobs=num_logprobs,
-            skip_reading_prefix_cache=True,
-            extra_args={EXTRA_ARG: plan},
-        )
-        request: Any = Request(request_id, token_ids, params, None, block_hasher=self._hasher)
-        if isinstance(plan, KeyedPlan):
-            self._name_blocks(request, plan, tenant=request_id)
-        return request
-
-    def _is_own(self, request_id: str) -> bool:
-        return self._measures(request_id) or self.blend_background.is_mine(request_id)
-
-    def _measures(self, request_id: str) -> bool:
-        pace = self.blend_pace
-        return self.blend_gate.is_mine(request_id) or (pace is not None and pace.is_mine(request_id))
+    # --- steps -------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
-        for request in self.blend_gate.start():
+        for request in self.blend_own.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
-        if self.blend_gate.verdict is not None and not self.blend_gate.told:
-            self._tell_verdict()
-            self._ask_all()
-        if self.blend_gate.verdict == "" and self._measured():
-            busy = stock.get_num_unfinished_requests() > self.blend_background.num_running
-            for request in self.blend_background.start(idle=not busy):
-                stock.add_request(request)
         output = stock.schedule(*args, **kwargs)
         orders = Orders(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
@@ -292,46 +236,20 @@ class BlendScheduler:
 
     def _ask_all(self) -> None:
         """Something that requests waited for is done."""
-        fetches = self.blend_fetches
-        for request_id, waiting in fetches.waiting.items() if fetches is not None else ():
+        fetches, pace = self.blend_fetches, self.blend_own.pace
+        if fetches is None or pace is None:
+            return
+        if pace.done:
+            fetches.computed(*pace.longest)
+        for request_id, waiting in fetches.waiting.items():
             if waiting.keys is None and waiting.looked_for is None:
                 self._ask(self.requests[request_id])
-
-    def _measured(self) -> bool:
-        """Whether the engine is measured, or need not be; else the measurement goes on."""
-        stock: Any = super()
-        if self.blend_pace is None or self.blend_pace.done or not self.blend_pace.wanted:
-            return True
-        for request in self.blend_pace.start():
-            stock.add_request(request)
-        return False
-
-    def _finish_pace(self, completed: bool) -> None:
-        pace, fetches = self.blend_pace, self.blend_fetches
-        assert pace is not None and fetches is not None
-        pace.finish(completed)
-        if pace.done:
-            self.blend_chunks.refuse(pace_key)  # what it was measured with is not needed any more
-            fetches.computed(*pace.longest)
-            logger.info("vllm_blend: %s", pace)
-            self._ask_all()
-
-    def _tell_verdict(self) -> None:
-        gate = self.blend_gate
-        if gate.verdict:
-            logger.error("vllm_blend: this model cannot blend: %s. Nothing is reused.", gate.verdict)
-        else:
-            logger.info("vllm_blend: the start-up check passed, largest error %.2g.", gate.error)
-        gate.told = True
 
     def has_requests(self) -> bool:
         stock: Any = super()
         if stock.has_requests():
             return True
-        waiting = self.blend_gate.verdict is None or self.blend_background.num_waiting > 0
-        waiting |= bool(self.blend_fetches)
-        if self.blend_pace is not None and self.blend_gate.verdict == "":
-            waiting |= self.blend_pace.wanted and not self.blend_pace.done
+        waiting = self.blend_own.num_waiting > 0 or bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,12 +257,8 @@ class BlendScheduler:
         finished = stock.finish_requests(*args, **kwargs)
         for request in finished:
             self._forget(request.request_id)
-            if self.blend_gate.is_mine(request.request_id):
-                self.blend_gate.finish(None)
-            elif self._measures(request.request_id):
-                self._finish_pace(completed=False)
-            elif self.blend_background.is_mine(request.request_id):
-                self.blend_background.finish(request.request_id, completed=False)
+            if self.blend_own.is_mine(request.request_id):
+                self.blend_own.finish(request.request_id)
         return finished
 
     def _forget(self, request_id: str) -> None:
@@ -360,13 +274,12 @@ class BlendScheduler:
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         stock: Any = super()
         scheduled = scheduler_output.num_scheduled_tokens
-        theirs = sum(n for request_id, n in scheduled.items() if not self._is_own(request_id))
-        self.blend_background.earn(theirs)
-        started = getattr(scheduler_output, STARTED, None)
-        if self.blend_fetches is not None and self.blend_pace is not None and started:
+        own, started = self.blend_own, getattr(scheduler_output, STARTED, None)
+        own.background.earn(sum(n for name, n in scheduled.items() if not own.is_mine(name)))
+        if self.blend_fetches is not None and own.pace is not None and started:
             seconds = time.monotonic() - started
-            self.blend_pace.step_took(scheduled, seconds)
-            if not self._plans.keys() & scheduled.keys() and not any(map(self._measures, scheduled)):
+            own.pace.step_took(scheduled, seconds)
+            if not self._plans.keys() & scheduled.keys() and not any(map(own.measures, scheduled)):
                 self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
         self._hear(News.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
@@ -403,8 +316,8 @@ class BlendScheduler:
         chunk = self.blend_chunks.lose(lost.key)
         if chunk is not None:
             self.blend_lookup.miss(chunk.tenant, chunk.token_ids)
-        if self.blend_gate.is_mine(lost.request_id):
-            self.blend_gate.lose()
+        if self.blend_own.gate.is_mine(lost.request_id):
+            self.blend_own.gate.lose()
         request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
         if request is None or plan is None:
             return
@@ -428,28 +341,20 @@ class BlendScheduler:
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""
-        request_id = output.request_id
-        if self.blend_background.is_mine(request_id):
-            if output.finish_reason is not None:
-                self.blend_background.finish(request_id, completed=True)
-            return True
-        if self.blend_gate.is_mine(request_id):
-            if output.finish_reason is not None:
-                self.blend_gate.finish(first_logprobs(output.new_logprobs))
-            return True
-        if self._measures(request_id):
-            if output.finish_reason is not None:
-                self._finish_pace(completed=True)
+        request_id, ended = output.request_id, output.finish_reason is not None
+        if self.blend_own.is_mine(request_id):
+            if ended:
+                self.blend_own.finish(request_id, output)
             return True
         self.blend_reports.attach(output)
-        if output.finish_reason is not None:
+        if ended:
             self._forget(request_id)
         return False
 
     def _sizes(self) -> dict[str, Any]:
         host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
         return sizes(*host, self._store_stats) | {
-            "computed_chunks": self.blend_background.num_computed,
+            "computed_chunks": self.blend_own.background.num_computed,
             "evicted_chunks": self.blend_chunks.num_evicted,
         }
 

@@ -1,0 +1,144 @@
+"""The engine's own requests: the start-up check, the measurement, chunks that were missed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_blend.core import EXTRA_ARG, KeyedPlan
+from vllm_blend.server.background import Background, chunk_context
+from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.gate import Gate, first_logprobs
+from vllm_blend.server.pace import KEY as PACE_KEY
+from vllm_blend.server.pace import Pace
+from vllm_blend.server.prefix import Hasher, name_blocks
+
+logger = logging.getLogger("vllm.vllm_blend.server")
+
+
+class OwnRequests:
+    """What the engine asks of itself, and when; nobody sees the answers.
+
+    Args:
+        vllm_config: the engine's.
+        settings: the server's.
+        chunks: that are known.
+        hasher: of the prefix cache; None: there is none.
+        block_size: of its blocks, in tokens.
+        on_ready: called once requests can be blended, and once the engine is measured.
+
+    Attributes:
+        gate: the start-up check.
+        pace: the measurement; None: without a store there is nothing to decide by it.
+        background: the missed chunks.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        settings: ServerSettings,
+        chunks: KnownChunks,
+        hasher: Hasher | None,
+        block_size: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        model_config = vllm_config.model_config
+        longest = model_config.max_model_len - 1
+        context = chunk_context(vllm_config, settings.system, settings.head)
+        if not context:
+            logger.warning(
+                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
+                "costs quality; head sets a text."
+            )
+        self.gate = Gate(
+            model_config.get_vocab_size(), longest, model_config.dtype, settings.blend, self._make
+        )
+        self.pace: Pace | None = None
+        if settings.store is not None:
+            self.pace = Pace.of(vllm_config, settings, self._make)
+        self.background = Background(
+            chunks, context, longest - len(context), settings.background_share, self._make
+        )
+        self._chunks = chunks
+        self._hasher, self._block_size = hasher, block_size
+        self._on_ready = on_ready
+
+    @property
+    def num_waiting(self) -> int:
+        """What is left to do, whether or not clients' requests come."""
+        checking = self.gate.verdict is None
+        measuring = self.gate.verdict == "" and not self._measured()
+        return checking + measuring + self.background.num_waiting
+
+    def why_not(self) -> str:
+        """Why nothing can be blended; "" if it can."""
+        if self.gate.verdict is None:
+            return "the start-up check is still running"
+        return self.gate.verdict and f"the start-up check failed: {self.gate.verdict}"
+
+    def is_mine(self, request_id: str) -> bool:
+        return self.measures(request_id) or self.background.is_mine(request_id)
+
+    def measures(self, request_id: str) -> bool:
+        """Whether it is a request of the check or the measurement."""
+        return self.gate.is_mine(request_id) or (
+            self.pace is not None and self.pace.is_mine(request_id)
+        )
+
+    def start(self, num_unfinished: int) -> list[Any]:
+        """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
+        found = self.gate.start()
+        if self.gate.verdict is not None and not self.gate.told:
+            self._tell_verdict()
+        if self.gate.verdict == "" and self._measured():
+            found += self.background.start(idle=num_unfinished <= self.background.num_running)
+        elif self.gate.verdict == "" and self.pace is not None:
+            found += self.pace.start()
+        return found
+
+    def finish(self, request_id: str, output: Any = None) -> None:
+        """One of its requests has ended with vLLM's engine output; None: it was aborted."""
+        if self.gate.is_mine(request_id):
+            self.gate.finish(None if output is None else first_logprobs(output.new_logprobs))
+        elif self.background.is_mine(request_id):
+            self.background.finish(request_id, completed=output is not None)
+        elif self.pace is not None:
+            self.pace.finish(completed=output is not None)
+            if self.pace.done:
+                self._chunks.refuse(PACE_KEY)  # what it was measured with is not needed any more
+                logger.info("vllm_blend: %s", self.pace)
+                self._on_ready()
+
+    def _measured(self) -> bool:
+        """Whether the engine is measured, or need not be."""
+        return self.pace is None or self.pace.done or not self.pace.wanted
+
+    def _tell_verdict(self) -> None:
+        gate = self.gate
+        if gate.verdict:
+            logger.error("vllm_blend: this model cannot blend: %s. Nothing is reused.", gate.verdict)
+        else:
+            logger.info("vllm_blend: the start-up check passed, largest error %.2g.", gate.error)
+        gate.told = True
+        self._on_ready()
+
+    def _make(
+        self, request_id: str, token_ids: list[int], plan: Any, num_logprobs: int | None = None
+    ) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            logprobs=num_logprobs,
+            skip_reading_prefix_cache=True,
+            extra_args={EXTRA_ARG: plan},
+        )
+        request: Any = Request(request_id, token_ids, params, None, block_hasher=self._hasher)
+        if isinstance(plan, KeyedPlan):
+            name_blocks(request, plan, request_id, self._hasher, self._block_size)
+        return request
