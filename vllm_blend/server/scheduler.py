@@ -93,8 +93,9 @@ class BlendScheduler:
             logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
         elif self.vllm_config.scheduler_config.enable_chunked_prefill:
             logger.warning(
-                "vllm_blend: blended prompts are cut where a step is full, so what is recomputed depends "
-                "on what else it holds; with max_num_batched_tokens from twice max_num_seqs it does not."
+                "vllm_blend: blended prompts are cut where a step is full, so what is recomputed "
+                "depends on what else it holds; max_num_batched_tokens of at least twice "
+                "max_num_seqs prevents it."
             )
 
     # --- requests -----------------------------------------------------------------------------
