@@ -19,6 +19,8 @@ from vllm_blend.select import View, choose_rows, num_kept
 from vllm_blend.select.policies import hashed, make_policy
 from vllm_blend.settings import POLICIES, BlendSettings
 
+MIXTURES = ("heads+hkvd", "query*hkvd", "query+hkvd", "ahead*hkvd", "ahead+hkvd", "heads+ahead*hkvd")
+NAMES = (*POLICIES, *MIXTURES)
 LENGTHS = (61, 5, 130, 19)
 QUESTION = 9
 
@@ -104,14 +106,14 @@ def test_deviations_and_places(engine: Engine, prompt: list[int], views: list[Vi
     assert view.stale.tolist() == [False] * LENGTHS[0] + [True] * sum(LENGTHS[1:])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_exact_kv_reproduces_full_prefill(engine: Engine, prompt: list[int], policy: str) -> None:
     plan = BlendPlan(spans_of(engine.collect(prompt)), BlendSettings(policy=policy))
     assert run(engine, [prompt], [plan]) == run(engine, [prompt], [None])
     assert len(engine.flags["imp_indices"]) == int(0.16 * sum(LENGTHS)) + QUESTION
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMES)
 def test_stored_kv_and_neighbours_in_a_batch_do_not_notice(
     engine: Engine, prompt: list[int], policy: str
 ) -> None:
@@ -211,7 +213,7 @@ def slow_scores(name: str, view: Any, seed: int) -> list[float]:
     return [score if s else float("-inf") for score, s in zip(plain, stale, strict=True)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @given(
     seed=st.integers(0, 99),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
@@ -235,10 +237,10 @@ def test_rows_are_those_of_plain_python(
         assert (
             sum(s >= sorted(scores, reverse=True)[part - 1] for s in inside) >= part if part else True
         )
-        hkvd = slow_scores("hkvd", view, seed)
-        worst = sorted(hkvd[i] for i in rows)[part:] if part < count else []
-        left_out = [hkvd[i] for i in range(len(hkvd)) if i not in rows]
-        assert not worst or not left_out or worst[-1] >= max(left_out)
+        others = slow_scores(rest, view, seed)
+        worst = sorted(others[i] for i in rows)[part:] if part < count else []
+        left_out = [others[i] for i in range(len(others)) if i not in rows]
+        assert not worst or not left_out or worst[0] >= max(left_out)
     else:  # ties may fall either way, so compare scores
         assert sorted((scores[i] for i in rows), reverse=True) == pytest.approx(
             sorted(scores, reverse=True)[:count], rel=1e-5
@@ -260,6 +262,10 @@ def test_random_rows_depend_on_the_seed_and_are_spread() -> None:
     "settings, message",
     [
         (dict(policy="best"), "policy is 'best'; allowed: hkvd, hkvd_k"),
+        (dict(policy=3), "policy is 3; allowed: hkvd, hkvd_k"),
+        (dict(policy="ahead*"), "policy is 'ahead\\*'; allowed: .*products"),
+        (dict(policy="heads+ahead+hkvd"), "allowed: .*one sum"),
+        (dict(policy="heads*hkvd"), "heads is an order without scores"),
         (dict(first_share=1.5), "first_share is 1.5; allowed: 0 to 1"),
         (dict(seed=-1), "seed is -1; expected a whole number from 0"),
     ],

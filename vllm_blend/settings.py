@@ -14,15 +14,10 @@ POLICIES = {
     "hkvd_kv": "highest deviation of both",
     "random": "at random, by `seed`",
     "heads": "the first tokens of each chunk (LegoLink)",
-    "heads+hkvd": "`first_share` by heads, the rest by hkvd",
     "query": "highest attention from the question at the check layer",
-    "query*hkvd": "product of attention at the check layer and deviation of V",
-    "query+hkvd": "`first_share` by query, the rest by hkvd",
     "ahead": "highest attention from the question in a pass ahead through all later layers",
-    "ahead*hkvd": "product of attention in that pass and deviation of V",
-    "ahead+hkvd": "`first_share` by ahead, the rest by hkvd",
 }
-"""Names of ``BlendSettings.policy``, and what each keeps; the classes are in ``select/policies.py``."""
+"""What ``BlendSettings.policy`` is made of; the classes are in ``select/policies.py``."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +35,10 @@ class BlendSettings:
             Several check layers shrink the set step by step (the paper's gradual filtering).
         mask: ``"exact"``: a query sees the keys at positions <= its own. ``"bottom_right"``: the
             mask of the paper's published code, for comparison only; it lets queries see later keys.
-        policy: how tokens are chosen, a name in ``POLICIES``. Those that ask the question fall back to
-            ``"hkvd"`` in windows of a chunked prefill that do not hold the question; those that look at
-            chunk heads need a span for each chunk.
+        policy: how tokens are chosen: a name in ``POLICIES``, products ``a*b`` of their scores, or
+            ``a+b``, where ``a`` chooses some of the rows and ``b`` the rest. Those that ask the
+            question fall back to ``"hkvd"`` in windows of a chunked prefill that do not hold the
+            question; those that look at chunk heads need a span for each chunk.
         first_share: for policies of the form ``a+b``: the share of the rows that ``a`` chooses.
         seed: for ``"random"``.
 
@@ -71,8 +67,7 @@ class BlendSettings:
             object.__setattr__(self, "recomp_ratios", ratios)
         if self.mask not in MASKS:
             raise ValueError(f"mask is {self.mask!r}; allowed: {', '.join(MASKS)}")
-        if not isinstance(self.policy, str) or self.policy not in POLICIES:
-            raise ValueError(f"policy is {self.policy!r}; allowed: {', '.join(POLICIES)}")
+        policy_parts(self.policy)
         object.__setattr__(self, "first_share", check_ratio("first_share", self.first_share))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed is {self.seed!r}; expected a whole number from 0")
@@ -100,6 +95,18 @@ class BlendSettings:
                 f"check_layers is {list(self.check_layers)}, but the model has {num_layers} "
                 f"layers; allowed: 1 to {num_layers - 1}"
             )
+
+
+def policy_parts(policy: Any) -> list[list[str]]:
+    """A policy as the sum of products that it names: ``"heads+ahead*hkvd"`` is ``[["heads"], ["ahead",
+    "hkvd"]]``; or ValueError."""
+    parts = [part.split("*") for part in policy.split("+")] if isinstance(policy, str) else [[""]]
+    if len(parts) > 2 or any(name not in POLICIES for part in parts for name in part):
+        names = ", ".join(POLICIES)
+        raise ValueError(f"policy is {policy!r}; allowed: {names}, products a*b of them, one sum a+b")
+    if any("heads" in part for part in parts if len(part) > 1):
+        raise ValueError(f"policy is {policy!r}; heads is an order without scores, so it is no factor")
+    return parts
 
 
 def check_ratio(name: str, value: Any) -> float:

@@ -1,20 +1,22 @@
 """The policies: which of a request's chunk tokens are recomputed.
 
-A policy scores every candidate, and the highest scores are kept; a mixture gives part of the rows to
-one policy and the rest to another. Names are those of ``BlendSettings.policy``.
+A policy scores every candidate, and the highest scores are kept; a product multiplies scores, a
+mixture gives part of the rows to one policy and the rest to another. Names are those of
+``BlendSettings.policy``.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_blend.select.rows import top_rows
+from vllm_blend.settings import BlendSettings, policy_parts
 
 if TYPE_CHECKING:
     from vllm_blend.select.view import View
-    from vllm_blend.settings import BlendSettings
 
 
 class Policy:
@@ -109,22 +111,19 @@ class Mixture(Policy):
 
 def make_policy(settings: BlendSettings) -> Policy:
     """The policy that ``settings`` name."""
-    hkvd, heads, here, ahead = HKVD(), ChunkHeads(), QuestionHere(), QuestionAhead()
-    policies = {
-        "hkvd": hkvd,
+    policies: dict[str, Policy] = {
+        "hkvd": HKVD(),
         "hkvd_k": HKVDByK(),
         "hkvd_kv": HKVDByBoth(),
         "random": Random(settings.seed),
-        "heads": heads,
-        "heads+hkvd": Mixture(heads, hkvd, settings.first_share),
-        "query": here,
-        "query*hkvd": Product(here, hkvd),
-        "query+hkvd": Mixture(here, hkvd, settings.first_share),
-        "ahead": ahead,
-        "ahead*hkvd": Product(ahead, hkvd),
-        "ahead+hkvd": Mixture(ahead, hkvd, settings.first_share),
+        "heads": ChunkHeads(),
+        "query": QuestionHere(),
+        "ahead": QuestionAhead(),
     }
-    return policies[settings.policy]
+    terms: list[Policy] = [
+        reduce(Product, (policies[name] for name in part)) for part in policy_parts(settings.policy)
+    ]
+    return terms[0] if len(terms) == 1 else Mixture(terms[0], terms[1], settings.first_share)
 
 
 def choose_rows(view: View, count: int) -> torch.Tensor:
