@@ -136,6 +136,50 @@ def test_chunks_are_computed_behind_the_head(smollm2_engine: Engine, texts: list
     assert blender.chunk(texts[0]) is not own
 
 
+def test_a_document_behind_all_that_precedes_is_a_full_prefill(
+    smollm2_engine: Engine, texts: list[str]
+) -> None:
+    blender = Blender(smollm2_engine.llm, head="Answer from this text:")
+    text = "\n".join(texts)
+    ids = blender.tokenizer.encode(text, add_special_tokens=False)
+    whole = blender.document(text, chunk_tokens=100, overlap=len(ids))
+    assert len(whole) == -(-len(ids) // 100)
+    assert [i for chunk in whole for i in chunk.token_ids] == [*ids, *blender.separator]
+    assert [len(chunk.context) for chunk in whole[:2]] == [
+        len(blender.frame.head),
+        len(blender.frame.head) + len(whole[0].token_ids),
+    ]
+    prompt = blender.prompt(whole, "What is the limit?")
+    full = suffix_logits(blender, prompt, blend=False)
+
+    def kl(overlap: int) -> float:
+        chunks = blender.document(text, chunk_tokens=100, overlap=overlap)
+        prompt = blender.prompt(chunks, "What is the limit?")
+        reused = BlendSettings(recomp_ratio=0)
+        return kl_divergence(full, suffix_logits(blender, prompt, settings=reused))
+
+    assert kl(len(ids)) < 1e-6 < kl(50) < kl(0)
+
+
+def test_a_documents_chunks_are_known_again(smollm2_engine: Engine, texts: list[str]) -> None:
+    blender = Blender(smollm2_engine.llm)
+    first = blender.document(texts[0], chunk_tokens=40, overlap=16)
+    assert blender.document(texts[0], chunk_tokens=40, overlap=16) == first
+    ids = blender.token_ids([texts[0]], separated=False)[0]
+    parts = [chunk.token_ids for chunk in first]
+    assert max(map(len, parts)) <= 40 + len(blender.separator)
+    start = len(parts[0]) + len(parts[1])
+    assert first[2].context == blender.frame.head + ids[start - 16 : start]
+    other = blender.document(texts[0], chunk_tokens=40, overlap=15)
+    assert other[0] is first[0] and other[2] is not first[2]
+    with pytest.raises(ValueError, match="overlap is -1; allowed: 0 or more"):
+        blender.document(texts[0], overlap=-1)
+    with pytest.raises(ValueError, match="chunk_tokens is 0; allowed: 1 or more"):
+        blender.document(texts[0], chunk_tokens=0)
+    with pytest.raises(ValueError, match="before has 1 entries for 2 texts"):
+        blender.chunks(texts[:2], before=[[1]])
+
+
 def test_a_prompt_may_have_another_head(smollm2_engine: Engine, texts: list[str]) -> None:
     blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:")
     plain = Blender(smollm2_engine.llm, chat=False)

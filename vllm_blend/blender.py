@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
-from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, text_ids
+from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
 from vllm_blend.settings import BlendSettings
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Blender:
         texts: Sequence[str | Sequence[int]],
         *,
         head: str | Sequence[int] | None = None,
+        before: Sequence[Sequence[int]] | None = None,
         separated: bool = True,
         use_tqdm: bool = False,
     ) -> list[Chunk]:
@@ -150,22 +152,68 @@ class Blender:
         Args:
             texts: or token ids.
             head: what they are computed behind instead of the blender's; "": the frame alone.
+            before: for each, the token ids that stand before it in its own text, or as many of them
+                as shall count: it is computed behind the head and these; see ``document``.
             separated: the separator follows each, and is part of it.
             use_tqdm: shows vLLM's progress bar.
+
+        Raises:
+            ValueError: if there are not as many ``before`` as texts.
         """
-        context = self._head_ids(head)
         ids = self.token_ids(texts, separated=separated)
-        chunks = {key: c for key in ids if (c := self._chunks.get((context, key))) is not None}
-        unknown = [key for key in dict.fromkeys(ids) if key not in chunks]
-        chunks |= {key: Chunk(key, kv, context) for key, kv in self._look_up(unknown, context).items()}
-        missing = [key for key in unknown if key not in chunks]
-        for key, kv in zip(missing, self.collect(missing, use_tqdm, context=context), strict=True):
-            chunks[key] = Chunk(key, kv, context)
+        if before is None:
+            before = [()] * len(ids)
+        elif len(before) != len(ids):
+            raise ValueError(f"before has {len(before)} entries for {len(ids)} texts")
+        start = self._head_ids(head)
+        wanted = [(start + tuple(some), key) for some, key in zip(before, ids, strict=True)]
+        chunks = {pair: c for pair in wanted if (c := self._chunks.get(pair)) is not None}
+        unknown = [pair for pair in dict.fromkeys(wanted) if pair not in chunks]
+        chunks |= {(c.context, c.token_ids): c for c in self._look_up(unknown)}
+        missing = [pair for pair in unknown if pair not in chunks]
+        for (context, key), kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
+            chunks[context, key] = Chunk(key, kv, context)
             if self.store is not None:
                 self.store.put(self.key(key, context), kv)
-        for key, chunk in chunks.items():
-            self._chunks[context, key] = chunk
-        return [chunks[key] for key in ids]
+        self._chunks.update(chunks)
+        return [chunks[pair] for pair in wanted]
+
+    def document(
+        self,
+        text: str | Sequence[int],
+        *,
+        chunk_tokens: int = 512,
+        overlap: int = 128,
+        head: str | Sequence[int] | None = None,
+        separated: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[Chunk]:
+        """The chunks of a long text, each computed behind the end of the one before it.
+
+        A chunk from the middle of a text refers to what stands before it. Computed behind that, its KV
+        is nearer to full prefill's (docs/quality.md), also where it is used without it; a prompt pays
+        nothing for it.
+
+        Args:
+            text: or token ids.
+            chunk_tokens: of a chunk, at most; they are of nearly one length.
+            overlap: tokens before a chunk in the text that it is computed behind, besides the head.
+            head: what they are computed behind instead of the blender's; "": the frame alone.
+            separated: the separator follows the last.
+            use_tqdm: shows vLLM's progress bar.
+
+        Raises:
+            ValueError: if ``chunk_tokens`` is not positive, or ``overlap`` is negative.
+        """
+        if overlap < 0:
+            raise ValueError(f"overlap is {overlap}; allowed: 0 or more")
+        ids = text_ids(self.tokenizer, text, "text")
+        parts = split(ids, chunk_tokens)
+        starts = accumulate(map(len, parts[:-1]), initial=0)
+        before = [ids[max(start - overlap, 0) : start] for start in starts]
+        if separated:
+            parts[-1] += self.separator
+        return self.chunks(parts, head=head, before=before, separated=False, use_tqdm=use_tqdm)
 
     def collect(
         self,
@@ -180,10 +228,7 @@ class Blender:
             context: all token ids that they are computed behind; None: the blender's head.
         """
         context = self.frame.head if context is None else context
-        plans = [CollectPlan(start=len(context)) for _ in chunks]
-        prompts = [list(context + ids) for ids in chunks]
-        self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
-        return [StoredKV(tuple(plan.kv)) for plan in plans]
+        return self._collect([(context, ids) for ids in chunks], use_tqdm)
 
     def forget(self, chunk: Chunk) -> None:
         """Drops a chunk's KV from this object; the KV is freed with its last reference.
@@ -267,12 +312,25 @@ class Blender:
             return self.frame.head
         return head_ids(self.tokenizer, self._around, head, self.separator)
 
-    def _look_up(self, chunks: list[TokenIds], context: TokenIds) -> dict[TokenIds, StoredKV]:
-        """What the store has of these chunks."""
+    def _look_up(self, chunks: Sequence[tuple[TokenIds, TokenIds]]) -> list[Chunk]:
+        """What the store has of these contexts and token ids."""
         if self.store is None:
-            return {}
-        found = self.store.get_many([self.key(ids, context) for ids in chunks])
-        return {ids: kv for ids, kv in zip(chunks, found, strict=True) if kv is not None}
+            return []
+        found = self.store.get_many([self.key(ids, context) for context, ids in chunks])
+        return [
+            Chunk(ids, kv, context)
+            for (context, ids), kv in zip(chunks, found, strict=True)
+            if kv is not None
+        ]
+
+    def _collect(
+        self, chunks: Sequence[tuple[TokenIds, TokenIds]], use_tqdm: bool = False
+    ) -> list[StoredKV]:
+        """Computes the KV of token ids behind their contexts."""
+        plans = [CollectPlan(start=len(context)) for context, _ in chunks]
+        prompts = [list(context + ids) for context, ids in chunks]
+        self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
+        return [StoredKV(tuple(plan.kv)) for plan in plans]
 
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""

@@ -114,3 +114,16 @@ def head_ids(tokenizer: Any, frame: Frame, head: str | Sequence[int], separator:
     if not len(head):
         return frame.head
     return frame.head + text_ids(tokenizer, head, "head") + separator
+
+
+def split(token_ids: TokenIds, size: int) -> list[TokenIds]:
+    """Pieces of at most ``size`` tokens, and of nearly one length.
+
+    Raises:
+        ValueError: if ``size`` is not positive.
+    """
+    if size < 1:
+        raise ValueError(f"chunk_tokens is {size}; allowed: 1 or more")
+    count = -(-len(token_ids) // size)
+    ends = [len(token_ids) * i // count for i in range(count + 1)]
+    return [token_ids[lo:hi] for lo, hi in zip(ends, ends[1:], strict=False)]

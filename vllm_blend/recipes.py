@@ -93,6 +93,7 @@ class LongDocument:
         chunk_tokens: of a chunk, at most.
         window: chunks of a prompt.
         stride: chunks from one window's start to the next one's.
+        overlap: tokens before a chunk that it is computed behind; see ``Blender.document``.
         use_tqdm: show the progress of computing the chunks.
     """
 
@@ -104,12 +105,14 @@ class LongDocument:
         chunk_tokens: int = 256,
         window: int = 8,
         stride: int = 4,
+        overlap: int = 128,
         use_tqdm: bool = False,
     ) -> None:
         self.blender = blender
-        parts = split(text_ids(blender.tokenizer, text, "text"), chunk_tokens)
-        self.windows = windows(len(parts), window, stride)
-        self.chunks = blender.chunks(parts, separated=False, use_tqdm=use_tqdm)
+        self.chunks = blender.document(
+            text, chunk_tokens=chunk_tokens, overlap=overlap, separated=False, use_tqdm=use_tqdm
+        )
+        self.windows = windows(len(self.chunks), window, stride)
 
     def ask(self, question: Text, sampling_params: SamplingParams | None = None) -> list[WindowAnswer]:
         """One answer a window, computed as one batch."""
@@ -118,19 +121,6 @@ class LongDocument:
         return [
             WindowAnswer(lo, hi, output) for (lo, hi), output in zip(self.windows, outputs, strict=True)
         ]
-
-
-def split(token_ids: TokenIds, size: int) -> list[TokenIds]:
-    """Pieces of at most ``size`` tokens, and of nearly one length.
-
-    Raises:
-        ValueError: if ``size`` is not positive.
-    """
-    if size < 1:
-        raise ValueError(f"chunk_tokens is {size}; allowed: 1 or more")
-    count = -(-len(token_ids) // size)
-    ends = [len(token_ids) * i // count for i in range(count + 1)]
-    return [token_ids[lo:hi] for lo, hi in zip(ends, ends[1:], strict=False)]
 
 
 def windows(count: int, width: int, stride: int) -> list[tuple[int, int]]:

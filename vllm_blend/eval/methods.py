@@ -6,7 +6,8 @@
 ``POLICY@RATIO``  blending, e.g. ``hkvd@0.16``; further settings follow after colons:
                   ``hkvd@0.16:mask=bottom_right``, ``hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.16``
 ``...:behind=``   last: with chunks computed behind something else than the prompt's head: ``nothing``,
-                  ``bos``, ``another`` (an instruction that is not the prompt's)
+                  ``bos``, ``another`` (an instruction that is not the prompt's), ``before`` (the head,
+                  then the 128 tokens before it in its passage)
 ``mapreduce``     an answer from each chunk alone, then one from these answers
 ``maprerank``     an answer from each chunk alone; the one that the model is surest of
 """
@@ -24,8 +25,12 @@ BEHIND: dict[str, str] = {
     "nothing": "",
     "bos": "",
     "another": "Here are some texts. Read them, and do what is asked at the end.",
+    "before": "",
 }
-"""Other heads to compute chunks behind; of ``bos``, the ids are the tokenizer's."""
+"""Other heads to compute chunks behind; of ``bos`` and ``before``, the ids are the tokenizer's."""
+
+OVERLAP = 128
+"""Tokens of a chunk's passage that it is computed behind, with ``:behind=before``."""
 
 _VALUES: dict[str, Callable[[str], Any]] = {
     "mask": str,

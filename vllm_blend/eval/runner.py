@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from vllm_blend.eval import asking, forcing
 from vllm_blend.eval.data import Example
-from vllm_blend.eval.methods import BEHIND, blend_settings, split_behind
+from vllm_blend.eval.methods import BEHIND, OVERLAP, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
 
@@ -181,15 +181,20 @@ class Runner:
     ) -> list[asking.Asker]:
         """The same prompts each time, of chunks computed behind their head or something else."""
         tokenizer = self.blender.tokenizer
-        head: str | list[int] = task.header if behind is None else BEHIND[behind]
+        head: str | list[int] = task.header
         if behind == "bos":
             head = [bos_id(tokenizer)]
+        elif behind is not None and behind != "before":
+            head = BEHIND[behind]
         protocol = self.protocol
         ids = [
-            task.chunks(tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens)
+            task.pieces(tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens)
             for example in examples
         ]
-        chunks = iter(self.blender.chunks([piece for own in ids for piece in own], head=head))
+        pieces = [piece for own in ids for piece in own]
+        overlap = OVERLAP if behind == "before" else 0
+        before = [text[max(len(text) - overlap, 0) :] for _, text in pieces]
+        chunks = iter(self.blender.chunks([piece for piece, _ in pieces], head=head, before=before))
         found = []
         for example, own in zip(examples, ids, strict=True):
             these = list(islice(chunks, len(own)))

@@ -8,7 +8,6 @@ better than they follow an order. It is the head that chunks are computed behind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +66,24 @@ class Task:
 
         Of a passage only the first ``passage_tokens`` are taken; None: all.
         """
-        texts = [self.passage(passage) for passage in example.passages]
-        pieces: list[list[int]] = []
-        for text in texts:
-            ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)[:passage_tokens]
-            pieces += [list(ids[i : i + chunk_tokens]) for i in range(0, len(ids), chunk_tokens)]
-        return pieces
+        pieces = self.pieces(tokenizer, example, chunk_tokens, passage_tokens)
+        return [piece for piece, _ in pieces]
+
+    def pieces(
+        self,
+        tokenizer: Any,
+        example: Example,
+        chunk_tokens: int,
+        passage_tokens: int | None = None,
+    ) -> list[tuple[list[int], list[int]]]:
+        """The same chunks, each with the token ids that stand before it in its passage."""
+        found: list[tuple[list[int], list[int]]] = []
+        for passage in example.passages:
+            text = self.passage(passage)
+            ids = list(tokenizer.encode(text, add_special_tokens=False)[:passage_tokens])
+            starts = range(0, len(ids), chunk_tokens)
+            found += [(ids[i : i + chunk_tokens], ids[:i]) for i in starts]
+        return found
 
 
 _ASK = "Question: {question}\nAnswer:"
