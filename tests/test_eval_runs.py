@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from vllm_blend.eval import cli
 from vllm_blend.eval.cli import make_blender
+from vllm_blend.eval.data import Passage
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.forcing import check_forced, forced_params
 from vllm_blend.eval.report import render
@@ -98,6 +100,24 @@ def test_examples_in_a_batch_get_what_they_get_alone(blender: Any, tmp_path: Pat
             assert together.first_kl == pytest.approx(alone.first_kl, rel=1e-3, abs=1e-5)
     with pytest.raises(ValueError, match="batch is 0"):
         Runner(blender, Protocol("SmolLM2"), tmp_path, 0)
+
+
+def test_a_long_passages_chunks_may_be_computed_behind_what_precedes_them(
+    blender: Any, tmp_path: Path
+) -> None:
+    (example,) = synthetic("cut", 1)
+    whole = Passage(" ".join(passage.text for passage in example.passages))
+    kl: dict[tuple[int, str], float | None] = {}
+    for passages in ((whole,), example.passages):  # one of several chunks, or several of one
+        runner = Runner(
+            blender, Protocol("SmolLM2", chunk_tokens=16), tmp_path / f"{len(passages)} passages"
+        )
+        one = replace(example, passages=passages)
+        for result in runner.run(TASKS["synthetic"], [one], ["reuse", "reuse:behind=before"]):
+            kl[len(passages), result.method] = result.kl
+    apart, near = kl[1, "reuse"], kl[1, "reuse:behind=before"]
+    assert apart is not None and near is not None and near < 0.5 * apart
+    assert kl[6, "reuse:behind=before"] == pytest.approx(kl[6, "reuse"])
 
 
 def test_the_command_line_reaches_engine_and_runner(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from vllm_blend import Blender, BlendSettings
-from vllm_blend.recipes import Conversation, LongDocument, WarmUp, ask_many, split, warm_up, windows
+from vllm_blend.prompt import split
+from vllm_blend.recipes import Conversation, LongDocument, WarmUp, ask_many, warm_up, windows
 from vllm_blend.store import ChunkStore, DiskTier
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -171,7 +171,9 @@ class Blender:
         unknown = [pair for pair in dict.fromkeys(wanted) if pair not in chunks]
         chunks |= {(c.context, c.token_ids): c for c in self._look_up(unknown)}
         missing = [pair for pair in unknown if pair not in chunks]
-        for (context, key), kv in zip(missing, self._collect(missing, use_tqdm), strict=True):
+        contexts = [context for context, _ in missing]
+        made = self.collect([key for _, key in missing], use_tqdm, contexts=contexts)
+        for (context, key), kv in zip(missing, made, strict=True):
             chunks[context, key] = Chunk(key, kv, context)
             if self.store is not None:
                 self.store.put(self.key(key, context), kv)
@@ -220,15 +222,18 @@ class Blender:
         chunks: Sequence[TokenIds],
         use_tqdm: bool = False,
         *,
-        context: TokenIds | None = None,
+        contexts: Sequence[TokenIds] | None = None,
     ) -> list[StoredKV]:
         """Computes the KV of chunks, and keeps it nowhere.
 
         Args:
-            context: all token ids that they are computed behind; None: the blender's head.
+            contexts: for each, all token ids that it is computed behind; None: the blender's head.
         """
-        context = self.frame.head if context is None else context
-        return self._collect([(context, ids) for ids in chunks], use_tqdm)
+        contexts = [self.frame.head] * len(chunks) if contexts is None else contexts
+        plans = [CollectPlan(start=len(context)) for context in contexts]
+        prompts = [list(context + ids) for context, ids in zip(contexts, chunks, strict=True)]
+        self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
+        return [StoredKV(tuple(plan.kv)) for plan in plans]
 
     def forget(self, chunk: Chunk) -> None:
         """Drops a chunk's KV from this object; the KV is freed with its last reference.
@@ -323,20 +328,11 @@ class Blender:
             if kv is not None
         ]
 
-    def _collect(
-        self, chunks: Sequence[tuple[TokenIds, TokenIds]], use_tqdm: bool = False
-    ) -> list[StoredKV]:
-        """Computes the KV of token ids behind their contexts."""
-        plans = [CollectPlan(start=len(context)) for context, _ in chunks]
-        prompts = [list(context + ids) for context, ids in chunks]
-        self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
-        return [StoredKV(tuple(plan.kv)) for plan in plans]
-
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""
         if not self.frame.head:
             return None
-        (kv,) = self.collect([self.frame.head], context=())
+        (kv,) = self.collect([self.frame.head], contexts=[()])
         return ChunkSpan(0, kv, self.frame.head)
 
     @staticmethod
