@@ -178,6 +178,11 @@ def test_a_documents_chunks_are_known_again(smollm2_engine: Engine, texts: list[
         blender.document(texts[0], chunk_tokens=0)
     with pytest.raises(ValueError, match="before has 1 entries for 2 texts"):
         blender.chunks(texts[:2], before=[[1]])
+    with pytest.raises(TypeError, match="before 1 is list; expected text or a list of token ids"):
+        blender.chunks(texts[:2], before=["", [0.5]])  # type: ignore[list-item]
+    alone, behind = blender.chunks([texts[1]] * 2, before=["", "One two."])
+    assert alone is blender.chunk(texts[1])
+    assert behind.context == blender.frame.head + blender.token_ids(["One two."], separated=False)[0]
 
 
 def test_a_prompt_may_have_another_head(smollm2_engine: Engine, texts: list[str]) -> None:

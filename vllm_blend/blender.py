@@ -143,7 +143,7 @@ class Blender:
         texts: Sequence[str | Sequence[int]],
         *,
         head: str | Sequence[int] | None = None,
-        before: Sequence[Sequence[int]] | None = None,
+        before: Sequence[str | Sequence[int]] | None = None,
         separated: bool = True,
         use_tqdm: bool = False,
     ) -> list[Chunk]:
@@ -152,8 +152,8 @@ class Blender:
         Args:
             texts: or token ids.
             head: what they are computed behind instead of the blender's; "": the frame alone.
-            before: for each, the token ids that stand before it in its own text, or as many of them
-                as shall count: it is computed behind the head and these; see ``document``.
+            before: for each, the end of what stands before it in its own text, or "": it is computed
+                behind the head and this; see ``document``.
             separated: the separator follows each, and is part of it.
             use_tqdm: shows vLLM's progress bar.
 
@@ -166,13 +166,18 @@ class Blender:
         elif len(before) != len(ids):
             raise ValueError(f"before has {len(before)} entries for {len(ids)} texts")
         start = self._head_ids(head)
-        wanted = [(start + tuple(some), key) for some, key in zip(before, ids, strict=True)]
+        contexts = [
+            start + text_ids(self.tokenizer, text, f"before {i}") if len(text) else start
+            for i, text in enumerate(before)
+        ]
+        wanted = list(zip(contexts, ids, strict=True))
         chunks = {pair: c for pair in wanted if (c := self._chunks.get(pair)) is not None}
         unknown = [pair for pair in dict.fromkeys(wanted) if pair not in chunks]
         chunks |= {(c.context, c.token_ids): c for c in self._look_up(unknown)}
         missing = [pair for pair in unknown if pair not in chunks]
-        contexts = [context for context, _ in missing]
-        made = self.collect([key for _, key in missing], use_tqdm, contexts=contexts)
+        made = self.collect(
+            [key for _, key in missing], use_tqdm, contexts=[context for context, _ in missing]
+        )
         for (context, key), kv in zip(missing, made, strict=True):
             chunks[context, key] = Chunk(key, kv, context)
             if self.store is not None:
@@ -192,13 +197,12 @@ class Blender:
     ) -> list[Chunk]:
         """The chunks of a long text, each computed behind the end of the one before it.
 
-        A chunk from the middle of a text refers to what stands before it. Computed behind that, its KV
-        is nearer to full prefill's (docs/quality.md), also where it is used without it; a prompt pays
-        nothing for it.
+        A chunk from the middle of a text lacks what stands before it there. Computed behind that, it
+        brings a prompt nearer to full prefill (docs/quality.md), which pays nothing for it.
 
         Args:
             text: or token ids.
-            chunk_tokens: of a chunk, at most; they are of nearly one length.
+            chunk_tokens: of a chunk, at most, without the separator; they are of nearly one length.
             overlap: tokens before a chunk in the text that it is computed behind, besides the head.
             head: what they are computed behind instead of the blender's; "": the frame alone.
             separated: the separator follows the last.

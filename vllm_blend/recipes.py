@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.blender import Blender, BlendPrompt, Chunk
-from vllm_blend.prompt import TokenIds, between_turns, text_ids
+from vllm_blend.prompt import TokenIds, between_turns, split, text_ids
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -109,10 +109,11 @@ class LongDocument:
         use_tqdm: bool = False,
     ) -> None:
         self.blender = blender
+        ids = text_ids(blender.tokenizer, text, "text")
+        self.windows = windows(len(split(ids, chunk_tokens)), window, stride)
         self.chunks = blender.document(
-            text, chunk_tokens=chunk_tokens, overlap=overlap, separated=False, use_tqdm=use_tqdm
+            ids, chunk_tokens=chunk_tokens, overlap=overlap, separated=False, use_tqdm=use_tqdm
         )
-        self.windows = windows(len(self.chunks), window, stride)
 
     def ask(self, question: Text, sampling_params: SamplingParams | None = None) -> list[WindowAnswer]:
         """One answer a window, computed as one batch."""
