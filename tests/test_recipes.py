@@ -99,6 +99,9 @@ def test_a_long_document_is_computed_once(smollm2_engine: Engine) -> None:
     blender = Blender(smollm2_engine.llm, ALL)
     made = computed(blender)
     ids = smollm2_engine.ids(230, 3)
+    with pytest.raises(ValueError, match="stride is 4; allowed: 1 to window = 3"):
+        LongDocument(blender, ids, chunk_tokens=40, window=3, stride=4)
+    assert not made  # refused before anything is computed
     document = LongDocument(blender, ids, chunk_tokens=40, window=3, stride=2)
     question = smollm2_engine.ids(6, 4)
     answers = document.ask(question, GREEDY)

@@ -27,7 +27,7 @@ BEHIND: dict[str, str] = {
     "another": "Here are some texts. Read them, and do what is asked at the end.",
     "before": "",
 }
-"""Other heads to compute chunks behind; of ``bos`` and ``before``, the ids are the tokenizer's."""
+"""Other heads to compute chunks behind; ``bos`` and ``before`` are filled in by ``runner.py``."""
 
 OVERLAP = 128
 """Tokens of a chunk's passage that it is computed behind, with ``:behind=before``."""
