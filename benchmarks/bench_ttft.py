@@ -57,9 +57,7 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.08, 0.16, 0.3])
-    parser.add_argument(
-        "--policies", nargs="+", default=["hkvd"], help="cpu: how tokens are chosen (hkvd)"
-    )
+    parser.add_argument("--policies", nargs="+", default=["hkvd"], help="how tokens are chosen (hkvd)")
     parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
     parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
     options = parser.parse_args()

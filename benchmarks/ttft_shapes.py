@@ -16,7 +16,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -126,7 +126,7 @@ def run_shape(
     results: list[dict[str, Any]] = []
     lines: list[tuple[int, str, dict[str, float]]] = []
     for num_tokens in options.tokens:
-        methods = bench.methods(num_tokens, options.ratios)
+        methods = bench.methods(num_tokens, options.ratios, options.policies)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
         for name, seconds in times.items():
             speedup = median(s / b for s, b in zip(times["stock"], seconds, strict=True))
@@ -229,7 +229,9 @@ class Bench:
         )
         self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
 
-    def methods(self, num_tokens: int, ratios: list[float]) -> dict[str, Callable[[], object]]:
+    def methods(
+        self, num_tokens: int, ratios: list[float], policies: list[str]
+    ) -> dict[str, Callable[[], object]]:
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS
@@ -237,9 +239,9 @@ class Bench:
         found["prefix hit"] = partial(self.prefix_hit, token_ids[:first], num_tokens)
         for place in ("gpu", "pinned") if self.device.type == "cuda" else ("host",):
             spans = self.spans(num_tokens, place)
-            for ratio in ratios:
-                plan = BlendPlan(spans, BlendSettings(recomp_ratio=ratio))
-                found[f"blend {ratio:.0%}, KV {place}"] = partial(self.run, token_ids, plan)
+            for policy, ratio in product(policies, ratios):
+                plan = BlendPlan(spans, BlendSettings(recomp_ratio=ratio, policy=policy))
+                found[f"{policy} {ratio:.0%}, KV {place}"] = partial(self.run, token_ids, plan)
         return found
 
     def prefix_hit(self, prefix: list[int], num_tokens: int) -> None:
@@ -273,7 +275,7 @@ class Bench:
 
     @staticmethod
     def ratio_of(method: str) -> float | None:
-        return float(method.split()[1].rstrip("%,")) / 100 if method.startswith("blend") else None
+        return float(method.split()[1].rstrip("%,")) / 100 if "%" in method else None
 
     def forget(self) -> None:
         if self.device.type == "cuda":
