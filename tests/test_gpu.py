@@ -2,7 +2,8 @@
 bf16 and fp32.
 
 Kernels add up in orders of their own, so equal results differ by rounding. What that is worth is
-measured on vLLM's own path: its distance from the same weights in fp64.
+measured on vLLM's own path: its distance from the same weights in fp64. In bf16 that is 0.4% of the
+logits after one prompt and 10% after another, so distances are the root mean square over some prompts.
 """
 
 from __future__ import annotations
@@ -74,19 +75,60 @@ def question(engine: Engine) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def prompt(chunks: list[list[int]], question: list[int]) -> list[int]:
-    return sum(chunks, []) + question
+def orders(chunks: list[list[int]]) -> list[list[list[int]]]:
+    """The chunks in eight orders: a prompt each, with the question behind them."""
+    turned = [chunks[n:] + chunks[:n] for n in range(len(chunks))]
+    return turned + [order[::-1] for order in turned]
 
 
 @pytest.fixture(scope="module")
-def stock(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    """Logits after the prompt on vLLM's own path, ``[1, vocab_size]``."""
-    return engine.run(prompt, max_tokens=1)[1]
+def prompts(orders: list[list[list[int]]], question: list[int]) -> list[list[int]]:
+    return [sum(order, []) + question for order in orders]
 
 
 @pytest.fixture(scope="module")
-def full(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    """The same from the layers as a blend step runs them, all rows computed."""
+def prompt(prompts: list[list[int]]) -> list[int]:
+    return prompts[0]
+
+
+@pytest.fixture(scope="module")
+def exact(engine: Engine, prompts: list[list[int]], smollm2: Path) -> torch.Tensor:
+    """Logits after the prompts by the same weights in fp64, ``[num_prompts, vocab_size]``."""
+    from transformers import AutoModelForCausalLM
+
+    device = engine.model.layers[0].self_attn.o_proj.weight.device
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64).to(device)
+    with torch.inference_mode():
+        found = [model(torch.tensor([p], device=device)).logits[0, -1] for p in prompts]
+    return torch.stack(found)
+
+
+@pytest.fixture(scope="module")
+def rounding(engine: Engine, prompts: list[list[int]], exact: torch.Tensor) -> float:
+    """Distance that rounding alone makes: of vLLM's own path."""
+    stock = [engine.run(prompt, max_tokens=1)[1] for prompt in prompts]
+    error = distance(stock, exact)
+    print(f"rounding alone: {error:.2e}")
+    assert 0 < error < 0.1
+    return error
+
+
+def distance(logits: list[torch.Tensor], exact: torch.Tensor) -> float:
+    """Root mean square over the prompts of the relative error of their logits."""
+    errors = [relative_error(one[-1], other) for one, other in zip(logits, exact, strict=True)]
+    return (sum(error**2 for error in errors) / len(errors)) ** 0.5
+
+
+def blended(
+    engine: Engine, prompt: list[int], old_kvs: Any, question: list[int], **settings: Any
+) -> torch.Tensor:
+    """Logits after the prompt."""
+    with engine.blending(old_kvs, len(question), **settings):
+        return engine.run(prompt, max_tokens=1)[1]
+
+
+def collected(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """Logits from the layers as a blend step runs them, all rows computed."""
     engine.flags["collect"] = True
     try:
         return engine.run(prompt, max_tokens=1)[1]
@@ -94,24 +136,10 @@ def full(engine: Engine, prompt: list[int]) -> torch.Tensor:
         engine.flags["collect"] = False
 
 
-@pytest.fixture(scope="module")
-def rounding(smollm2: Path, prompt: list[int], stock: torch.Tensor) -> float:
-    """Relative error that rounding alone makes: of vLLM's own path, to the same weights in fp64."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64).to(stock.device)
-    with torch.inference_mode():
-        exact = model(torch.tensor([prompt], device=stock.device)).logits[:, -1]
-    error = relative_error(stock, exact)
-    print(f"rounding alone: {error:.2e}")
-    assert 0 < error < 0.1
-    return error
-
-
 def test_collecting_does_not_change_the_answer(
-    stock: torch.Tensor, full: torch.Tensor, rounding: float
+    engine: Engine, prompts: list[list[int]], exact: torch.Tensor, rounding: float
 ) -> None:
-    assert relative_error(full, stock) < 3 * rounding
+    assert distance([collected(engine, prompt) for prompt in prompts], exact) < 2 * rounding
 
 
 def test_the_parts_are_those_that_these_tests_are_about(engine: Engine, kind: tuple[str, str]) -> None:
@@ -127,49 +155,55 @@ def test_the_parts_are_those_that_these_tests_are_about(engine: Engine, kind: tu
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.16, 0.5, 1.0])
 def test_exact_kv_reproduces_full_prefill(
     engine: Engine,
-    prompt: list[int],
+    prompts: list[list[int]],
     question: list[int],
-    full: torch.Tensor,
+    exact: torch.Tensor,
     rounding: float,
     ratio: float,
 ) -> None:
-    with engine.blending(engine.collect(prompt), len(question), recomp_ratio=ratio):
-        _, logits = engine.run(prompt, max_tokens=1)
-    kept = int(ratio * (len(prompt) - len(question))) + len(question)
-    assert len(engine.flags["imp_indices"]) == kept
-    assert relative_error(logits, full) < 3 * rounding
+    found = []
+    for prompt in prompts:
+        found.append(blended(engine, prompt, engine.collect(prompt), question, recomp_ratio=ratio))
+        kept = int(ratio * (len(prompt) - len(question))) + len(question)
+        assert len(engine.flags["imp_indices"]) == kept
+    assert distance(found, exact) < 2 * rounding
 
 
 def test_any_kv_at_ratio_one_is_full_prefill(
-    engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
+    engine: Engine,
+    prompts: list[list[int]],
+    question: list[int],
+    exact: torch.Tensor,
+    rounding: float,
 ) -> None:
-    noise = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompt)]
-    with engine.blending(noise, len(question), recomp_ratio=1.0):
-        _, logits = engine.run(prompt, max_tokens=1)
-    assert relative_error(logits, full) < 3 * rounding
+    noise = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompts[0])]
+    found = [blended(engine, prompt, noise, question, recomp_ratio=1.0) for prompt in prompts]
+    assert distance(found, exact) < 2 * rounding
 
 
 def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     engine: Engine,
-    chunks: list[list[int]],
-    prompt: list[int],
+    orders: list[list[list[int]]],
+    prompts: list[list[int]],
     question: list[int],
-    full: torch.Tensor,
+    exact: torch.Tensor,
     rounding: float,
 ) -> None:
-    old_kvs = engine.stored(chunks)
-    before = [[tensor.clone() for tensor in layer] for layer in old_kvs]
+    old_kvs = [engine.stored(order) for order in orders]
+    before = [[[tensor.clone() for tensor in layer] for layer in kvs] for kvs in old_kvs]
     errors = []
     for ratio in (0.0, 0.5, 1.0):
-        with engine.blending(old_kvs, len(question), recomp_ratio=ratio):
-            _, logits = engine.run(prompt, max_tokens=1)
-        errors.append(relative_error(logits, full))
+        pairs = zip(prompts, old_kvs, strict=True)
+        found = [blended(engine, prompt, kvs, question, recomp_ratio=ratio) for prompt, kvs in pairs]
+        errors.append(distance(found, exact))
+    print(f"at 0, 0.5 and 1: {errors}")
     assert errors[0] > errors[1] > errors[2]
     assert errors[0] > 5 * rounding  # so the identities above are not true of any KV
-    assert errors[2] < 3 * rounding
-    for layer, copy in zip(old_kvs, before, strict=True):
-        for tensor, kept in zip(layer, copy, strict=True):
-            assert torch.equal(tensor, kept)
+    assert errors[2] < 2 * rounding
+    for kvs, copies in zip(old_kvs, before, strict=True):
+        for layer, copy in zip(kvs, copies, strict=True):
+            for tensor, kept in zip(layer, copy, strict=True):
+                assert torch.equal(tensor, kept)
 
 
 def test_layer_0_key_of_a_chunk_rotates_to_its_place(
@@ -185,14 +219,19 @@ def test_layer_0_key_of_a_chunk_rotates_to_its_place(
 
 
 def test_gradual_filtering(
-    engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
+    engine: Engine,
+    prompts: list[list[int]],
+    question: list[int],
+    exact: torch.Tensor,
+    rounding: float,
 ) -> None:
     gradual = dict(check_layers=[1, 3], recomp_ratios=[0.6, 0.2])
-    with engine.blending(engine.collect(prompt), len(question), **gradual):
-        _, logits = engine.run(prompt, max_tokens=1)
-    kept = int(0.2 * (len(prompt) - len(question))) + len(question)
-    assert len(engine.flags["imp_indices"]) == kept
-    assert relative_error(logits, full) < 3 * rounding
+    found = []
+    for prompt in prompts:
+        found.append(blended(engine, prompt, engine.collect(prompt), question, **gradual))
+        kept = int(0.2 * (len(prompt) - len(question))) + len(question)
+        assert len(engine.flags["imp_indices"]) == kept
+    assert distance(found, exact) < 2 * rounding
 
 
 def test_blended_requests_in_one_batch_answer_as_alone(
@@ -254,7 +293,7 @@ def test_graphs_captured_ahead_serve_every_step(
     """As in a server: captures at the first blend, none later."""
     if engine.model.graphs is None:
         pytest.skip("this engine runs layer by layer")
-    from vllm_blend.models.graph import MAX_ROWS, ROW_STEP, AfterCheckGraphs
+    from vllm_blend.models.graph import ROW_STEPS, AfterCheckGraphs
 
     old_kvs = [[t.cpu().pin_memory() for t in pair] for pair in engine.stored(chunks)]
 
@@ -263,11 +302,11 @@ def test_graphs_captured_ahead_serve_every_step(
             return engine.run(prompt, max_tokens=1)[1]
 
     ratios = (0.0, 0.16, 0.6)
-    graphs = AfterCheckGraphs(engine.model.layers, MAX_ROWS, 16, ahead=True)
+    graphs = AfterCheckGraphs(engine.model.layers, ROW_STEPS[-1], 16, ahead=True)
     monkeypatch.setattr(engine.model, "graphs", graphs)
     replayed = [logits(ratios[0])]
     num_graphs = len(graphs)
-    assert num_graphs == 2 * MAX_ROWS // ROW_STEP
+    assert num_graphs == 2 * len(ROW_STEPS)
     replayed += [logits(ratio) for ratio in ratios[1:]]
     assert len(graphs) == num_graphs
     monkeypatch.setattr(engine.model, "graphs", None)
@@ -276,22 +315,25 @@ def test_graphs_captured_ahead_serve_every_step(
 
 
 def test_windows_of_a_chunked_prefill(
-    engine: Engine, prompt: list[int], question: list[int], full: torch.Tensor, rounding: float
+    engine: Engine, prompts: list[list[int]], question: list[int], exact: torch.Tensor, rounding: float
 ) -> None:
-    exact = engine.collect(prompt)
+    prompt = prompts[0]
+    whole = engine.collect(prompt)
     size = (len(prompt) - 1) // 3
     part = 3 * size + 1  # its last window is a single token, which vLLM would run as a decode
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     before = scheduler.max_num_scheduled_tokens
     scheduler.max_num_scheduled_tokens = size
     try:
-        with engine.blending(exact, len(question), recomp_ratio=0.2):
-            _, logits = engine.run(prompt, max_tokens=1)
-        collected = engine.collect(prompt[:part])
+        found = [
+            blended(engine, prompt, engine.collect(prompt), question, recomp_ratio=0.2)
+            for prompt in prompts
+        ]
+        begun = engine.collect(prompt[:part])
     finally:
         scheduler.max_num_scheduled_tokens = before
-    assert relative_error(logits[-1:], full) < 3 * rounding
-    for layer, other in zip(collected, exact, strict=True):
+    assert distance(found, exact) < 2 * rounding
+    for layer, other in zip(begun, whole, strict=True):
         for tensor, expected in zip(layer, other, strict=True):
             assert relative_error(tensor, expected[:part]) < 0.05
             assert relative_error(tensor[-1], expected[part - 1]) < 0.05

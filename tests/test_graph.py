@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_blend.models.graph import ROW_STEP, AfterCheckGraphs, Shape
+from vllm_blend.models.graph import MAX_GRAPHS, ROW_STEPS, AfterCheckGraphs, Shape
 
-SHAPE = Shape(range(1, 3), ROW_STEP, 8, 8, 0)
+SHAPE = Shape(range(1, 3), ROW_STEPS[0], 8, 8, 0)
 
 
 class Captures:
@@ -39,16 +39,17 @@ class Captures:
         self.stream = "main"
 
 
-@pytest.mark.parametrize("most_rows", [0, 3 * ROW_STEP, 8 * ROW_STEP])
+@pytest.mark.parametrize("most_rows", [0, ROW_STEPS[2], ROW_STEPS[-2], ROW_STEPS[-1]])
 def test_what_there_is_room_for_is_captured(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
     cuda = Captures(monkeypatch, most_rows)
-    graphs = AfterCheckGraphs([], 5 * ROW_STEP, 100, ahead=True)
+    longest = ROW_STEPS[-3] - 1
+    graphs = AfterCheckGraphs([], longest, 100, ahead=True)
     tensor = SimpleNamespace(fill_=lambda _: None, zero_=lambda: None, fill=lambda *_: None)
     inputs: Any = SimpleNamespace(slots=tensor, query_start_loc=tensor, stored=tensor)
     context: Any = None
     graphs._capture_ahead(inputs, SHAPE, None, context)
-    rows = range(ROW_STEP, min(most_rows, 5 * ROW_STEP) + 1, ROW_STEP)
+    rows = [n for n in ROW_STEPS if n <= min(most_rows, longest + 1)]
     assert {(s.num_rows, s.num_reqs) for s in graphs._graphs} == {(n, r) for n in rows for r in (8, 64)}
-    assert graphs._max_rows >= most_rows
-    assert (graphs._max_rows == most_rows) == (most_rows < 5 * ROW_STEP)
+    assert graphs._max_rows == (most_rows if most_rows < longest else ROW_STEPS[-1])
+    assert len(ROW_STEPS) * 2 <= MAX_GRAPHS
     assert cuda.stream == "main"

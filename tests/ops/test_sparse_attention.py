@@ -159,6 +159,26 @@ def test_rest_completes_attention_over_virtual_requests(
     assert_close(out, args | {"scale": scale})
 
 
+@pytest.mark.gpu
+def test_steps_of_other_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes half a second, which a server's requests would wait."""
+    from triton import knobs
+
+    compiled: list[Any] = []
+    device, heads = torch.device("cuda"), (5, 1, 48)  # heads of no other test
+    for rows in ([[*range(200)]], [[199]], [[3, 199]] * 16, [[*range(31)], [199], [], [7, 8]]):
+        args = case(device, rows, torch.float16, *heads)
+        sparse_attention(**args)
+        lse = torch.zeros(heads[0], args["query"].shape[0], device=device)
+        sparse_attention_rest(**args, out=torch.zeros_like(args["query"]), prefix_lse=lse)
+        if not compiled:
+            compiled.append("the first")
+            monkeypatch.setattr(
+                knobs.runtime, "jit_post_compile_hook", lambda **more: compiled.append(more["fn"])
+            )
+    assert compiled == ["the first"]
+
+
 def test_no_rows(device: torch.device) -> None:
     args = case(device, [[]], torch.float32, 4, 2, 32)
     assert sparse_attention(**args).shape == (0, 4, 32)

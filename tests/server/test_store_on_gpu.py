@@ -38,6 +38,7 @@ def test_chunks_are_found_wherever_they_lie(
     disk = {"folder": str(tmp_path), "budget_gb": 1, "fsync": False}
     values = {"store": {"host_gb": 0.1, "gpu_gb": 0.05, "disk": disk}, "recomp_ratio": "auto"}
     options: dict[str, Any] = dict(dtype="bfloat16", enforce_eager=eager, enable_prefix_caching=True)
+    options |= dict(gpu_memory_utilization=0.3)
     known: list[int] = []
     for start in range(2):
         with make_engine(tiny("qwen3"), additional_config={"vllm_blend": values}, **options) as engine:

@@ -30,10 +30,10 @@ from vllm_blend.ops.segment_scatter import SegmentTables
 
 logger = logging.getLogger("vllm.vllm_blend")
 
-ROW_STEP = 128
-"""Rows are padded to a multiple of this: what a tile of a matrix product holds."""
+ROW_STEPS = (*range(128, 2048, 128), *range(2048, 4096 + 1, 256))
+"""Rows are padded to the next of these: what a tile of a matrix product holds, or two."""
 
-MAX_ROWS = 2048
+MAX_ROWS = ROW_STEPS[-1]
 """Steps of more rows keep the GPU busy without a graph."""
 
 REQ_STEPS = (8, 64, 256)
@@ -213,7 +213,8 @@ class AfterCheckGraphs:
         inputs.query_start_loc.zero_()  # and nothing read
         inputs.stored.fill([], [])
         most = _padded(min(self._max_num_tokens, MAX_ROWS))
-        for num_rows in range(most, 0, -ROW_STEP):  # the later ones fit in the first one's memory
+        row_steps = [n for n in ROW_STEPS if n <= most]
+        for num_rows in reversed(row_steps):  # the later ones fit in the first one's memory
             for num_reqs in self._req_steps[:2]:
                 other = replace(shape, num_rows=num_rows, num_reqs=num_reqs)
                 self._run_layers(inputs, other, metadata, context)
@@ -238,7 +239,7 @@ class AfterCheckGraphs:
                 self._run_layers(inputs, shape, metadata, context)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch leaves the capture's behind
-            self._max_rows = shape.num_rows - ROW_STEP
+            self._max_rows = max((n for n in ROW_STEPS if n < shape.num_rows), default=0)
             logger.warning(
                 "vllm_blend: no CUDA graph for %d rows, so blends that recompute more than %d run "
                 "layer by layer: %s",
@@ -301,4 +302,4 @@ class AfterCheckGraphs:
 
 
 def _padded(num_rows: int) -> int:
-    return -(-num_rows // ROW_STEP) * ROW_STEP
+    return next(n for n in ROW_STEPS if num_rows <= n)

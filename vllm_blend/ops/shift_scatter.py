@@ -109,7 +109,7 @@ def shift_scatter_oracle(
     value_cache[block, offset] = v[there].to(value_cache.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # it changes from step to step
 def _shift_scatter_kernel(
     k,  # [num_tokens, num_kv_heads, head_size]
     v,  # [num_tokens, num_kv_heads, head_size]

@@ -118,7 +118,8 @@ def _accumulate(s, v, acc, m, total, scale_log2, PRECISION: tl.constexpr, MASK: 
     return acc, m_new, total
 
 
-@triton.jit
+# what changes from step to step is not compiled in
+@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "lse_stride"])
 def _sparse_attention_kernel(
     query,  # [num_rows, num_heads, head_size]
     key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
