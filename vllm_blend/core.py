@@ -31,7 +31,7 @@ class Status(IntEnum):
 
 
 WIDEST_LOAD = 16
-"""Bytes that a GPU loads at once; KV that it reads in place starts at a multiple of this."""
+"""Bytes that a GPU loads at once; KV that a kernel reads starts at a multiple of this."""
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 """K before RoPE and V of one layer, each ``[num_tokens, num_kv_heads, head_size]``."""
@@ -82,7 +82,7 @@ class StoredKV:
     def addresses(self, start: int) -> torch.Tensor | None:
         """Where a GPU finds each layer's K and V of token ``start``, ``[num_layers, 2]`` int64.
 
-        None where it cannot read them in place: in pageable memory, scattered, or not there yet.
+        None where they have to be copied first: from the host's memory, or because they are scattered.
         """
         if self.layers is not self.described:
             return None
@@ -94,7 +94,7 @@ class StoredKV:
         tensors = [tensor for layer in self.layers for tensor in layer]
         row = tensors[0][0].numel() if self.num_tokens else 0
         for tensor in tensors:
-            if not tensor.is_contiguous() or not (tensor.is_cuda or tensor.is_pinned()):
+            if not tensor.is_cuda or not tensor.is_contiguous():
                 return None
             if tensor.data_ptr() % WIDEST_LOAD or row * tensor.element_size() % WIDEST_LOAD:
                 return None

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_blend.core import BlendStep, LayerKV, Status
-from vllm_blend.models.clock import NO_CLOCK, StageClock
+from vllm_blend.core import BlendStep, LayerKV
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
@@ -23,36 +22,28 @@ class StoredSegments:
         layer: which of the tables' layers.
         slot_mapping: slots of all rows of the step, ``[num_rows]``; -1 where a kept row's fresh K and V
             go instead.
-        num_programs: multiprocessors to use; as many as there are, or few beside other kernels.
     """
 
     tables: SegmentTables
     layer: int
     slot_mapping: torch.Tensor
-    num_programs: int
 
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """What a layer's attention needs beyond the stock metadata; ``old_kv`` is that layer's.
+    """A layer's stored KV, and where it goes.
 
     Attributes:
-        status: CHECK or AFTER_CHECK.
         old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; or the
-            same as segments; or None: they are in the paged cache already.
+            same as segments.
         positions: new position of each stored token, ``[num_chunk_rows]``.
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
-        cache_fuse_metadata: the user's settings and this step's results.
-        clock: measures the stage "fuse".
     """
 
-    status: Status
-    old_kv: LayerKV | StoredSegments | None
+    old_kv: LayerKV | StoredSegments
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    cache_fuse_metadata: Any
-    clock: StageClock = NO_CLOCK
 
 
 class BlendAttention(Protocol):
@@ -63,6 +54,10 @@ class BlendAttention(Protocol):
 
     fuses_segments: bool
     """Whether stored KV may come as ``StoredSegments``."""
+
+    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
+        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        ...
 
     @staticmethod
     def metadata(attn: Any, stock: Any, step: BlendStep, rows: torch.Tensor) -> Any:
@@ -75,7 +70,7 @@ class BlendAttention(Protocol):
             rows: kept rows of the step, ascending, ``[num_rows]``.
 
         Returns:
-            A copy of the stock metadata's type with a field ``fusion``.
+            A copy of the stock metadata, or of a type below its own.
         """
         ...
 

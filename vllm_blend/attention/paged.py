@@ -11,6 +11,9 @@ from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import BlendPlan, BlendStep
 from vllm_blend.ops import shift_scatter
 
+NUM_PROGRAMS = 132
+"""Of a launch that fuses segments: one for each multiprocessor of a large GPU."""
+
 
 class PagedFuse:
     """Mixin for an ``AttentionImpl`` whose cache is
@@ -22,8 +25,6 @@ class PagedFuse:
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
-        if fusion.old_kv is None:
-            return
         if isinstance(fusion.old_kv, StoredSegments):
             self.fuse_segments(kv_cache, fusion.old_kv)
             return
@@ -63,7 +64,7 @@ class PagedFuse:
             key_cache,
             value_cache,
             self.rotary_emb.is_neox_style,
-            stored.num_programs,
+            NUM_PROGRAMS,
         )
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

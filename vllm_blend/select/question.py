@@ -116,8 +116,8 @@ def attention_here(view: View) -> torch.Tensor | None:
 def attention_ahead(view: View) -> torch.Tensor | None:
     """The question's attention to the candidates, summed over the check layer and all later ones.
 
-    The question's rows go alone through the stock layers, which fuses the stored KV of all of them; the
-    blend then need not fuse it again. The question's own KV it overwrites.
+    The question's rows go alone through the stock layers, for which the stored KV of all of them is
+    fused; the blend then need not fuse it again. The question's own KV it overwrites.
     """
     if view.question_at is None:
         return None
@@ -127,11 +127,10 @@ def attention_ahead(view: View) -> torch.Tensor | None:
     for index in range(view.index, len(view.layers)):
         layer = view.layers[index]
         attn = layer.self_attn.attn
-        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None, in_place=False)
-        assert isinstance(fusion.old_kv, tuple)
-        k = fusion.old_kv[0]
-        k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
-        with frame.context(attn, fusion), watching(attn, k, total):
+        k = frame.stored.old_kv(view.request, index)[0]
+        k = layer.self_attn.rotary_emb(frame.stored_positions(attn), k.flatten(1).clone())[0].view_as(k)
+        frame.fuse(index, attn)
+        with frame.context(attn, Status.AFTER_CHECK), watching(attn, k, total):
             hidden, residual = layer(frame.positions, hidden, residual)
     view.frame.fused.add(view.request)
     return total[view.chunk_index]
