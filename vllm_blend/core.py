@@ -288,6 +288,13 @@ def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> Non
         )
 
 
+def behind_one_another(kvs: Sequence[LayerKV]) -> LayerKV:
+    """K and V of some tokens, then of others; a single pair is not copied."""
+    if len(kvs) == 1:
+        return kvs[0]
+    return torch.cat([k for k, _ in kvs]), torch.cat([v for _, v in kvs])
+
+
 @dataclass(eq=False)
 class StepRequest:
     """One request's window in a forward step: prompt positions ``[position, position + num_rows)``.
@@ -333,9 +340,7 @@ class StepRequest:
         for span, lo, hi in self.windows:
             k, v = span.kv.layers[layer]
             parts.append((k[lo - span.start : hi - span.start], v[lo - span.start : hi - span.start]))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+        return behind_one_another(parts)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion, StoredSegments
-from vllm_blend.core import BlendStep, LayerKV, Status, StepRequest
+from vllm_blend.core import BlendStep, LayerKV, Status, StepRequest, behind_one_another
 from vllm_blend.models.clock import NO_CLOCK, StageClock
 from vllm_blend.models.load import StoredLayers
 
@@ -140,11 +140,7 @@ class Frame:
                 old_kv = StoredSegments(tables, layer, slots)
             else:
                 kvs = [self.stored.old_kv(request, layer) for request in requests]
-                old_kv = (
-                    kvs[0]
-                    if len(kvs) == 1
-                    else (torch.cat([k for k, _ in kvs]), torch.cat([v for _, v in kvs]))
-                )
+                old_kv = behind_one_another(kvs)
             with self.clock.stage("fuse"):
                 attn.impl.fuse(attn, attn.kv_cache, Fusion(old_kv, positions, slot_mapping))
         self.stored.done(layer)
@@ -208,7 +204,7 @@ class Frame:
             )
             self._segment_tables.fill(
                 [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
-                torch.stack([segment.where for segment in segments], dim=1),
+                torch.stack([segment.addresses for segment in segments], dim=1),
             )
         return self._segment_tables
 

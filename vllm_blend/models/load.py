@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_blend.core import WIDEST_LOAD, BlendStep, LayerKV, StepRequest, StoredKV
+from vllm_blend.core import (
+    WIDEST_LOAD,
+    BlendStep,
+    LayerKV,
+    StepRequest,
+    StoredKV,
+    behind_one_another,
+)
 from vllm_blend.models.clock import StageClock
 
 AHEAD = 3
@@ -34,7 +41,7 @@ class Window:
         kv: what they are a part of: its tokens ``[start, end)``.
         position: of the first one in its prompt.
         row: of the first one in the step.
-        where: bytes where a GPU finds the first K and the first V of each layer, ``[num_layers, 2]``.
+        addresses: of the first K and the first V of each layer on the GPU, ``[num_layers, 2]`` int64.
         places: K and V in each buffer of the ring, ``[2, num_tokens, num_kv_heads, head_size]``; none
             where they are read where they lie.
     """
@@ -44,7 +51,7 @@ class Window:
     end: int
     position: int
     row: int
-    where: torch.Tensor
+    addresses: torch.Tensor
     places: tuple[torch.Tensor, ...] = ()
 
     def at(self, layer: int) -> LayerKV:
@@ -147,10 +154,7 @@ class StoredLayers:
         if self._on_ring:
             self._read(layer, layer + 1)
             self._wait(layer)
-        if len(windows) == 1:
-            return windows[0].at(layer)
-        k, v = (torch.cat(parts) for parts in zip(*(w.at(layer) for w in windows), strict=True))
-        return k, v
+        return behind_one_another([window.at(layer) for window in windows])
 
     def done(self, layer: int) -> None:
         """To be called once all that reads ``layer`` is launched: its buffer is free after that."""
@@ -159,26 +163,30 @@ class StoredLayers:
 
     def _lay_out(self, requests: Sequence[StepRequest]) -> None:
         """Finds each window's place: where it lies, or in the ring."""
-        found = [
-            (r, *window, window[0].kv.addresses(window[1] - window[0].start))
-            for r in requests
-            for window in r.windows
-        ]
-        rows = sum(hi - lo for _, _, lo, hi, where in found if where is None)
+        found = [(request, *window) for request in requests for window in request.windows]
+        lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
+        rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
         # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
         size = (AHEAD, 2 * rows, *self._example.shape[1:])
         self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
         row = 0
-        for request, span, lo, hi, where in found:
+        for (request, span, lo, hi), at in zip(found, lies_at, strict=True):
             places: tuple[torch.Tensor, ...] = ()
-            if where is None:
+            if at is None:
                 part = self._ring[:, row : row + 2 * (hi - lo)]
                 places = tuple(part.unflatten(1, (2, hi - lo)))
-                where = torch.tensor([[p[0].data_ptr(), p[1].data_ptr()] for p in places])
-                where = where[torch.arange(self._num_layers) % AHEAD]
                 row += 2 * (hi - lo)
-            start, first = lo - span.start, request.row + lo - request.position
-            window = Window(span.kv, start, start + hi - lo, lo, first, where, places)
+                buffers = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in places])
+                at = buffers[torch.arange(self._num_layers) % AHEAD]
+            window = Window(
+                span.kv,
+                start=lo - span.start,
+                end=hi - span.start,
+                position=lo,
+                row=request.row + lo - request.position,
+                addresses=at,
+                places=places,
+            )
             self._windows.setdefault(request, []).append(window)
             if places:
                 self._on_ring.append(window)
