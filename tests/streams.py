@@ -38,6 +38,7 @@ class Stream:
 
     def launch(self, run: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
         self.work.append((ready, run))
+        self._device.go_on(self)
 
     def wait_event(self, event: Event) -> None:
         count = event.recorded
@@ -62,12 +63,17 @@ class Stream:
 class Device:
     """Stands for ``torch.cuda`` in ``models/load.py``; tensors are the CPU's.
 
+    Args:
+        copies: when what is launched runs: None: at ``run``. Or else on the main stream at once, as all
+            that the tests do not launch, and copies as "early" as they can, or as "late".
+
     Attributes:
         main, copies: the step's stream, and the one that fills the ring.
         launched, copied: targets of copies, when they are launched and when they are done.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, copies: str | None = None) -> None:
+        self._when = copies
         self.main, self.copies = Stream(self, "main"), Stream(self, "copies")
         self.current = self.main
         self.launched: list[torch.Tensor] = []
@@ -92,6 +98,14 @@ class Device:
         assert self.current is self.copies
         self.launched.append(target)
         self.current.launch(lambda: self.copied.append(target.copy_(source)))
+
+    def go_on(self, stream: Stream) -> None:
+        """Called when something is launched on ``stream``."""
+        if self._when == "early":
+            self.run_what_can()
+        if self._when is not None and stream is self.main:
+            while self.main.work:
+                assert self.main.step() or self.copies.step(), "a deadlock"
 
     def run_what_can(self) -> None:
         while self.main.step() or self.copies.step():

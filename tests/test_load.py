@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Engine, plan_for, run
 from streams import ORDERS, Device
 
+from vllm_blend.attention.base import Fusion, StoredSegments
+from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.core import (
     WIDEST_LOAD,
     BlendPlan,
@@ -118,11 +121,10 @@ def expected_kv(request: StepRequest, layer: int) -> LayerKV:
     return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
 
-def at(address: int, num_tokens: int) -> torch.Tensor:
-    """What lies at an address now."""
-    size = num_tokens * SHAPE[0] * SHAPE[1]
-    memory = (ctypes.c_float * size).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32).view(num_tokens, *SHAPE).clone()
+def at(address: int, num_tokens: int, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
+    """What lies at an address now, in fp32."""
+    memory = (ctypes.c_float * (num_tokens * shape[0] * shape[1])).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).view(num_tokens, *shape).clone()
 
 
 KINDS = [
@@ -273,3 +275,46 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     span = requests[0].windows[0][0]
     assert stored.old_kv(requests[0], 1)[0].data_ptr() == span.kv.layers[1][0].data_ptr()
     stored.done(1)
+
+
+def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
+    """What ``segment_scatter`` does, by the CPU's own fuse."""
+    stored = fusion.old_kv
+    if isinstance(stored, StoredSegments):
+        num_segments, size = int(stored.tables.totals[0]), (self.num_kv_heads, self.head_size)
+        table = stored.tables.segments[:num_segments, :3].tolist()
+        addresses = stored.tables.addresses[stored.layer].tolist()
+        parts, positions, rows = [], [], []
+        for (count, position, row), pair in zip(table, addresses, strict=False):
+            parts.append([at(address, count, size) for address in pair])
+            positions.append(torch.arange(position, position + count))
+            rows.append(torch.arange(row, row + count))
+        k, v = (torch.cat(part) for part in zip(*parts, strict=True))
+        slots = stored.slot_mapping[torch.cat(rows)]
+        fusion = Fusion((k, v), torch.cat(positions), slots)
+    CPUBlendImpl.fuse(self, layer, kv_cache, fusion)
+
+
+@pytest.mark.parametrize("copies", ["early", "late"])
+@pytest.mark.parametrize("segments", [False, True])
+def test_an_engine_answers_through_the_ring_as_without_it(
+    llama: Engine, monkeypatch: pytest.MonkeyPatch, segments: bool, copies: str
+) -> None:
+    """Three requests in a step: one is also passed ahead, one chooses twice."""
+    chunks = [llama.ids(count, count) for count in (5, 30, 11)]
+    question = llama.ids(4, 1)
+    settings: list[dict[str, Any]] = [
+        dict(recomp_ratio=0.3, policy="ahead"),
+        dict(recomp_ratio=0.3),
+        dict(check_layers=[1, 3], recomp_ratios=[0.6, 0.2]),
+    ]
+    plans = [plan_for(llama, chunks, question[:n], question, **s) for n, s in enumerate(settings)]
+    prompts, kvs = zip(*plans, strict=True)
+    expected = run(llama, list(prompts), list(kvs))
+    device = Device(monkeypatch, copies)
+    if segments:
+        impl = type("Segments", (CPUBlendImpl,), {"fuses_segments": True, "fuse": fuse_segments})
+        for layer in llama.model.layers:
+            monkeypatch.setattr(layer.self_attn.attn.impl, "__class__", impl)
+    assert run(llama, list(prompts), list(kvs)) == expected
+    assert device.launched

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_blend.core import StoredKV
+from vllm_blend.models.load import joined
 from vllm_blend.models.pinned import PinnedMemory
 
 
@@ -64,12 +65,15 @@ def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_can_read_it_in_place() -> None:
+def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
     memory = PinnedMemory(1 << 20)
     source = chunk(33, 1, "cuda")
     copy = memory.copy(b"a", source)
     assert all(t.is_pinned() for pair in copy.layers for t in pair)
-    assert copy.addresses(0) is not None
+    assert copy.addresses(0) is None  # no kernel reads it where it lies
+    for k, v in copy.layers:
+        both = joined(k, v)
+        assert both is not None and both.is_pinned()
     assert same(source, copy)
 
 
