@@ -8,9 +8,12 @@ logits after one prompt and 10% after another, so distances are the root mean sq
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,10 @@ import torch
 from engines import Engine, make_engine, plan_for, relative_error, run
 
 from vllm_blend import compat
+from vllm_blend.core import StoredKV
+from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.state import BlendModelState
+from vllm_blend.store.late import LateKV, LateLayers
 
 pytestmark = pytest.mark.gpu
 
@@ -315,6 +321,47 @@ def test_graphs_captured_ahead_serve_every_step(
     monkeypatch.setattr(engine.model, "graphs", None)
     for ratio, found in zip(ratios, replayed, strict=True):
         assert relative_error(found, logits(ratio)) < 3 * rounding
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_stored_kv_may_lie_anywhere(
+    engine: Engine, chunks: list[list[int]], question: list[int], size: int | None
+) -> None:
+    """The answer is that of KV on the GPU; ``size``: of the windows of a chunked prefill."""
+    prompt, plan = plan_for(engine, chunks, question[:1], question, recomp_ratio=0.3)
+    memory = PinnedMemory(1 << 26)
+
+    def moved(kv: StoredKV, kind: str) -> StoredKV:
+        if kind == "gpu":
+            return kv
+        if kind == "pinned":  # K and V behind one another
+            return memory.copy(str(id(kv)).encode(), kv)
+        layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)
+        if kind == "pageable":
+            return StoredKV(layers)
+        late = LateLayers(layers, "late", 60)
+
+        def load() -> None:
+            for _ in layers:
+                time.sleep(1e-3)
+                late.arrive()
+
+        threading.Thread(target=load).start()
+        return LateKV(late)
+
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = size or before
+    try:
+        expected = run(engine, [prompt], [plan])
+        for kinds in ("pinned",), ("pageable",), ("late",), ("gpu", "pinned", "late", "pageable"):
+            spans = tuple(
+                replace(span, kv=moved(span.kv, kind))
+                for span, kind in zip(plan.spans, cycle(kinds), strict=False)
+            )
+            assert run(engine, [prompt], [replace(plan, spans=spans)]) == expected, kinds
+    finally:
+        scheduler.max_num_scheduled_tokens = before
 
 
 def test_windows_of_a_chunked_prefill(

@@ -155,6 +155,7 @@ class AfterCheckGraphs:
         if shape not in self._graphs:
             if shape.num_rows > self._max_rows:
                 return None
+            gc.collect()
             if not self._capture(self._inputs, shape, metadata, frame.kept_context()):
                 return None
             logger.info("vllm_blend: captured %s", shape)
@@ -170,6 +171,7 @@ class AfterCheckGraphs:
     ) -> None:
         """Captures ``shape`` at every number of rows, with few requests and with some."""
         start = time.perf_counter()
+        gc.collect()
         most = _padded(min(self._max_num_tokens, MAX_ROWS))
         row_steps = [n for n in ROW_STEPS if n <= most]
         for num_rows in reversed(row_steps):  # the later ones fit in the first one's memory
@@ -197,9 +199,7 @@ class AfterCheckGraphs:
         graphs: list[torch.cuda.CUDAGraph] = []
         try:
             self._run_layers(inputs, shape, metadata, context, nullcontext)
-            # what torch.cuda.graph does before each capture: once for them all
-            torch.cuda.synchronize()
-            gc.collect()
+            torch.cuda.synchronize()  # as torch.cuda.graph does, but once for all layers
             torch.cuda.empty_cache()
             with torch.cuda.stream(self._stream):
                 self._run_layers(inputs, shape, metadata, context, lambda: self._capturing(graphs))
