@@ -82,7 +82,7 @@ class StoredKV:
     def addresses(self, start: int) -> torch.Tensor | None:
         """Where a GPU finds each layer's K and V of token ``start``, ``[num_layers, 2]`` int64.
 
-        None where they have to be copied first: from the host's memory, or because they are scattered.
+        None where they must be copied first: they lie in the host's memory, or scattered, or come late.
         """
         if self.layers is not self.described:
             return None
