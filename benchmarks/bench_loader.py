@@ -2,14 +2,15 @@
 
 python benchmarks/bench_loader.py --folders /on/the/disk        # Mistral-7B's shape, 8k tokens, 16%
 python benchmarks/bench_loader.py --shape tiny --tokens 300     # a look that it works, on a CPU
-python benchmarks/bench_loader.py --plot FILE.json docs/loader.svg    # the time line of a run
+python benchmarks/bench_loader.py --plot FILE.json docs/loader.png    # the time line of a run
 
 Weights are dummies. Every round asks for other chunks, in turn with their KV on the GPU, in the store's
 GPU memory, in its host memory (looking them up counts), and on disk: fetched whole before the request
 starts, or layer by layer beside it. Before each read from disk the page cache forgets its files
 (fadvise, or /proc/sys/vm/drop_caches where that is not enough; what stayed is printed). "load" is the
 store's load alone, "device" the disk read by plain threads to aligned memory, the best of some numbers
-of threads; both read the files that the requests read. Medians; the last line is JSON.
+of threads and sizes of reads; both read the files that the requests read. Medians; the last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -32,7 +34,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes m
 import torch
 from harness import hardware, print_table
 from loader_trace import Trace, TracedDisk, draw, layer_hooks, watched
-from raw_disk import DROP, device_rate, drop_page_cache, file_system, resident
+from raw_disk import DROP, PIECES, device_rate, drop_page_cache, file_system, resident
 from tqdm import tqdm
 from ttft_shapes import CHUNKS, QUESTION_TOKENS, SHAPES, Bench, make_llm, write_config
 
@@ -158,7 +160,7 @@ def methods(
 def measure(
     loader: Loader, ratio: float, limit_s: float
 ) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
-    """Seconds of each method, and the device's GB/s by threads, for each round but the first."""
+    """Seconds of each method, and the device's GB/s by kind of read, for each round but the first."""
     found = methods(loader, ratio)
     seconds: dict[str, list[float]] = {name: [] for name in found}
     rates: list[dict[str, float]] = []
@@ -173,17 +175,18 @@ def measure(
             seconds[name].append(time.perf_counter() - start)
             loader.store.flush(600)
         rates.append({})
-        for threads in THREADS:
+        for threads, piece in product(THREADS, PIECES):
             drop_page_cache(loader.paths(number))
-            rates[-1][str(threads)] = device_rate(loader.paths(number), threads)
+            rate = device_rate(loader.paths(number), threads, piece)
+            rates[-1][f"{threads} threads, {piece >> 20} MiB"] = rate
     return {name: values[1:] for name, values in seconds.items()}, rates[1:]
 
 
 def report(loader: Loader, seconds: dict[str, list[float]], rates: list[dict[str, float]]) -> Any:
     """Prints what was measured; returns it for the last line."""
     took = {name: median(values) for name, values in seconds.items()}
-    by_threads = {name: median(rate[name] for rate in rates) for name in rates[0]}
-    device = max(by_threads.values())
+    by_reads = {name: median(rate[name] for rate in rates) for name in rates[0]}
+    device = max(by_reads.values())
     compute = took[AT_HAND]
     rows = []
     for name, value in took.items():
@@ -200,12 +203,12 @@ def report(loader: Loader, seconds: dict[str, list[float]], rates: list[dict[str
             row[5] = f"{value / compute:.3f}"
         rows.append(row)
     print_table(["", "median", "range, ms", "rate", "of the device's", "of max(load, compute)"], rows)
-    of_threads = [f"{rate:.2f} GB/s ({name} threads)" for name, rate in by_threads.items()]
-    print(f"{len(rates)} rounds; device: {', '.join(of_threads)}")
+    of_reads = [f"{rate:.2f} GB/s ({name})" for name, rate in by_reads.items()]
+    print(f"{len(rates)} rounds; device: {', '.join(of_reads)}")
     return {
         "ttft_s": took,
         "seconds": seconds,
-        "device_gb_s": by_threads,
+        "device_gb_s": by_reads,
         "loader_gb_s": loader.num_bytes / took["load"] / 1e9,
         "loader_share": loader.num_bytes / took["load"] / 1e9 / device,
         "tier_over_gpu": took["the store's GPU memory"] / compute,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import hardware, print_table
-from raw_disk import device_rate, drop_page_cache
+from raw_disk import PIECES, device_rate, drop_page_cache
 
 from vllm_blend.core import KVShape, StoredKV
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
@@ -179,7 +179,8 @@ def main() -> None:
             name = "disk" if direct else "disk, page cache"
             rows.append(bench_tier(name, tier, folder, arguments.tokens, arguments.count))
             drop_page_cache(records(folder))
-            results[f"device read GB/s, {name}"] = round(device_rate(records(folder), 16), 2)
+            rate = device_rate(records(folder), 16, PIECES[-1])
+            results[f"device read GB/s, {name}"] = round(rate, 2)
     if arguments.redis:
         from vllm_blend.store import RedisTier
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -291,7 +292,7 @@ def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion)
             rows.append(torch.arange(row, row + count))
         k, v = (torch.cat(part) for part in zip(*parts, strict=True))
         slots = stored.slot_mapping[torch.cat(rows)]
-        fusion = Fusion((k, v), torch.cat(positions), slots)
+        fusion = replace(fusion, old_kv=(k, v), positions=torch.cat(positions), slot_mapping=slots)
     CPUBlendImpl.fuse(self, layer, kv_cache, fusion)
 
 

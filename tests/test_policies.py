@@ -17,6 +17,7 @@ from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
 from vllm_blend.models import loop
 from vllm_blend.select import View, choose_rows, num_kept
 from vllm_blend.select.policies import hashed, make_policy
+from vllm_blend.select.question import MAX_ASKED
 from vllm_blend.settings import POLICIES, BlendSettings
 
 MIXTURES = ("heads+hkvd", "query*hkvd", "query+hkvd", "ahead*hkvd", "ahead+hkvd", "heads+ahead*hkvd")
@@ -69,8 +70,8 @@ def views(monkeypatch: pytest.MonkeyPatch) -> list[View]:
     return seen
 
 
-def question_attention(folder: Path, ids: list[int]) -> list[torch.Tensor]:
-    """Of a full prefill, by layer: what the chunk tokens get of the question's attention."""
+def question_attention(folder: Path, ids: list[int], asked: int = QUESTION) -> list[torch.Tensor]:
+    """Of a full prefill, by layer: what each token gets of the attention of the ``asked`` last ones."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -78,8 +79,7 @@ def question_attention(folder: Path, ids: list[int]) -> list[torch.Tensor]:
     )
     with torch.no_grad():
         found = model(torch.tensor([ids]), output_attentions=True).attentions
-    end = len(ids) - QUESTION
-    return [layer[0, :, end:, :end].sum((0, 1)) for layer in found]
+    return [layer[0, :, -asked:].sum((0, 1)) for layer in found]
 
 
 def test_the_views_scores_are_those_of_a_full_prefill(
@@ -88,10 +88,31 @@ def test_the_views_scores_are_those_of_a_full_prefill(
     exact = engine.collect(prompt)
     run(engine, [prompt], [BlendPlan(spans_of(exact))], max_tokens=1)
     (view,) = views
-    expected = question_attention(engine.folder, prompt)
+    expected = [layer[: sum(LENGTHS)] for layer in question_attention(engine.folder, prompt)]
     assert relative_error(view.here, expected[1]) < 1e-4  # type: ignore[attr-defined]
     assert relative_error(view.ahead, sum(expected[1:])) < 1e-4  # type: ignore[attr-defined, arg-type]
     assert not view.stale.any()
+
+
+def test_tokens_that_no_chunk_holds_are_seen_too(engine: Engine, views: list[View]) -> None:
+    """A head, text between chunks, and a question of more tokens than are asked."""
+    ids = engine.ids(130, seed=7)
+    exact = engine.collect(ids)
+    places = ((5, 40), (43, 70))
+    spans = tuple(
+        ChunkSpan(start, StoredKV(tuple((k[start:end], v[start:end]) for k, v in exact)))
+        for start, end in places
+    )
+    for layer in engine.model.layers:  # what other requests left in the cache
+        layer.self_attn.attn.kv_cache.normal_(0, 50)
+    run(engine, [ids], [BlendPlan(spans, BlendSettings(policy="ahead"))], max_tokens=1)
+    (view,) = views
+    expected = [
+        torch.cat([layer[start:end] for start, end in places])
+        for layer in question_attention(engine.folder, ids, MAX_ASKED)
+    ]
+    assert relative_error(view.here, expected[1]) < 1e-4  # type: ignore[attr-defined]
+    assert relative_error(view.ahead, sum(expected[1:])) < 1e-4  # type: ignore[attr-defined, arg-type]
 
 
 def test_deviations_and_places(engine: Engine, prompt: list[int], views: list[View]) -> None:

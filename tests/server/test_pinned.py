@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vllm_blend.core import StoredKV
+from vllm_blend.core import BlockLayers, StoredKV
 from vllm_blend.models.load import joined
 from vllm_blend.models.pinned import PinnedMemory
 
@@ -62,6 +62,21 @@ def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
     del kept, held, copy
     memory._arena.collect()
     assert memory._arena.free_bytes == memory._arena.size
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    whole = PinnedMemory(1 << 20).copy(b"a", chunk(33, 1, "cpu"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
+    for part in (slice(None), slice(3, 20)):
+        kv = whole.tokens(*part.indices(33)[:2])
+        for one in (kv, StoredKV(tuple(kv.layers))):
+            found = one.addresses(2)
+            assert (found is not None) == on_gpu
+            if found is not None:
+                assert found.tolist() == [[k[2:].data_ptr(), v[2:].data_ptr()] for k, v in kv.layers]
+    shifted = torch.zeros(4, 2, 33, 2, 17, dtype=torch.half)  # rows of 68 bytes
+    assert StoredKV(BlockLayers(shifted)).addresses(0) is None
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Blend attention, one file a vLLM attention backend.
 
-Each file subclasses the stock ``AttentionImpl`` of its backend. The layer loop needs three things of
-it: ``fuse(...)``, which writes a layer's stored KV to the paged cache; ``metadata(...)``, which
-describes the kept rows to the backend once a selection; and a ``forward`` that attends by it.
+Each file subclasses the stock ``AttentionImpl`` of its backend. The layer loop needs two things of
+it: ``metadata(...)``, which describes the kept rows to the backend once a selection, and the impl's
+``forward``, which writes the stored KV to the paged cache before it attends.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_blend.core import BlendStep, LayerKV
+from vllm_blend.core import BlendStep, LayerKV, Status
+from vllm_blend.models.clock import NO_CLOCK, StageClock
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
@@ -31,19 +32,25 @@ class StoredSegments:
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """A layer's stored KV, and where it goes.
+    """What a layer's attention needs beyond the stock metadata; ``old_kv`` is that layer's.
 
     Attributes:
+        status: CHECK or AFTER_CHECK.
         old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; or the
-            same as segments.
+            same as segments; or None: they are in the paged cache already.
         positions: new position of each stored token, ``[num_chunk_rows]``.
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
+        cache_fuse_metadata: the user's settings and this step's results.
+        clock: measures the stage "fuse".
     """
 
-    old_kv: LayerKV | StoredSegments
+    status: Status
+    old_kv: LayerKV | StoredSegments | None
     positions: torch.Tensor
     slot_mapping: torch.Tensor
+    cache_fuse_metadata: Any
+    clock: StageClock = NO_CLOCK
 
 
 class BlendAttention(Protocol):
@@ -54,10 +61,6 @@ class BlendAttention(Protocol):
 
     fuses_segments: bool
     """Whether stored KV may come as ``StoredSegments``."""
-
-    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
-        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
-        ...
 
     @staticmethod
     def metadata(attn: Any, stock: Any, step: BlendStep, rows: torch.Tensor) -> Any:
@@ -70,7 +73,7 @@ class BlendAttention(Protocol):
             rows: kept rows of the step, ascending, ``[num_rows]``.
 
         Returns:
-            A copy of the stock metadata, or of a type below its own.
+            A copy of the stock metadata's type with a field ``fusion``.
         """
         ...
 

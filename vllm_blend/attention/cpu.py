@@ -7,7 +7,7 @@ the block table row is repeated for each run.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,14 +19,51 @@ from vllm_blend.attention.base import Fusion, consecutive_runs
 from vllm_blend.core import BlendPlan, BlendStep
 
 
+@dataclass
+class CPUBlendMetadata(CPUAttentionMetadata):
+    """Stock metadata whose requests are runs of kept rows, and the layer's fusion."""
+
+    fusion: Fusion | None = None
+
+
 class CPUBlendImpl(CPUAttentionBackendImpl):
-    """CPU attention that can fuse stored KV into the paged cache, and attend from kept rows alone."""
+    """CPU attention that fuses stored KV into the paged cache before it attends."""
 
     rotary_emb: torch.nn.Module
     fuses_segments = False
 
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        fusion = getattr(attn_metadata, "fusion", None)
+        if fusion is not None:
+            with fusion.clock.stage("fuse"):
+                self.fuse(layer, kv_cache, fusion)
+        return super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        if fusion.old_kv is None:
+            return
         assert isinstance(fusion.old_kv, tuple)  # segments are for GPUs
         k, v = fusion.old_kv
         # a copy: the stock op rotates in place, and stored KV must not change
@@ -36,7 +73,7 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
     @staticmethod
     def metadata(
         attn: Any, stock: CPUAttentionMetadata, step: BlendStep, rows: torch.Tensor
-    ) -> CPUAttentionMetadata:
+    ) -> CPUBlendMetadata:
         breaks = stock.query_start_loc[:-1].long()
         first, length = virtual_requests(step, rows, breaks)
         last = rows[first + length - 1]
@@ -45,8 +82,8 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
         query_start_loc = torch.cat([first, first.new_tensor([rows.numel()])]).to(torch.int32)
         seq_lens = seq_lens.to(torch.int32)
         impl = attn.impl
-        return replace(
-            stock,
+        values = {field.name: getattr(stock, field.name) for field in fields(CPUAttentionMetadata)}
+        values |= dict(
             num_actual_tokens=rows.numel(),
             max_query_len=int(length.max()),
             query_start_loc=query_start_loc,
@@ -69,6 +106,7 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
                 kv_cache_dtype=impl.kv_cache_dtype,
             ),
         )
+        return CPUBlendMetadata(**values)
 
 
 def virtual_requests(

@@ -1,4 +1,4 @@
-"""Blend attention on FLASH_ATTN: over the fused paged cache, at explicit positions.
+"""Blend attention on FLASH_ATTN: fuse into the paged cache, then attend at explicit positions.
 
 With FlashAttention 3 most of the work stays in its kernel: each tile of kept rows is a request of its
 own that sees, without a mask, the keys up to the tile's first position; ``sparse_attention_rest`` adds
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
+from vllm_blend.attention.base import Fusion
 from vllm_blend.attention.paged import PagedFuse, kept_rows
 from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.core import BlendStep
@@ -23,7 +24,7 @@ from vllm_blend.ops import sparse_attention_kernel as sparse
 
 @dataclass
 class FlashAttentionBlendMetadata(FlashAttentionMetadata):
-    """Stock metadata for the kept rows, and their positions.
+    """Stock metadata for the kept rows, their positions, and the layer's fusion.
 
     Attributes:
         positions: last key that each kept row sees, ``[num_actual_tokens]``.
@@ -32,10 +33,11 @@ class FlashAttentionBlendMetadata(FlashAttentionMetadata):
 
     positions: torch.Tensor | None = None
     tiles: sparse.VirtualRequests | None = None
+    fusion: Fusion | None = None
 
 
 class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it changes class in place
-    """FlashAttention that can fuse stored KV into the paged cache, and attend from kept rows alone."""
+    """FlashAttention that fuses stored KV into the paged cache before it attends."""
 
     def forward(
         self,
@@ -49,7 +51,8 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not isinstance(attn_metadata, FlashAttentionBlendMetadata):
+        fusion = getattr(attn_metadata, "fusion", None)
+        if fusion is None:
             return super().forward(
                 layer,
                 query,
@@ -61,6 +64,9 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
                 output_scale,
                 output_block_scale,
             )
+        assert isinstance(attn_metadata, FlashAttentionBlendMetadata)
+        with fusion.clock.stage("fuse"):
+            self.fuse(layer, kv_cache, fusion)
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 

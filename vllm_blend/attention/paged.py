@@ -25,6 +25,8 @@ class PagedFuse:
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        if fusion.old_kv is None:
+            return
         if isinstance(fusion.old_kv, StoredSegments):
             self.fuse_segments(kv_cache, fusion.old_kv)
             return

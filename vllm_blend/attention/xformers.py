@@ -41,6 +41,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
+from vllm_blend.attention.base import Fusion
 from vllm_blend.attention.paged import PagedFuse, kept_rows
 from vllm_blend.attention.xformers_parts import (
     MAX_KEYS,
@@ -157,6 +158,7 @@ class XFormersMetadata:
         spans: how the rows are split.
         positions: last key that each kept row sees, ``[num_actual_tokens]``; None: rows are the last
             tokens of their requests.
+        fusion: the layer's, in a step that blends.
     """
 
     num_actual_tokens: int
@@ -167,6 +169,7 @@ class XFormersMetadata:
     starts: list[int]
     spans: list[Span]
     positions: torch.Tensor | None = None
+    fusion: Fusion | None = None
     _parts: dict[int, list[PagedPart | MaskedPart]] = field(default_factory=dict)
 
     def parts(self, window: int, block_size: int) -> list[PagedPart | MaskedPart]:
@@ -213,7 +216,7 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder[XFormersMetadata]):
 
 
 class XFormersImpl(PagedFuse, AttentionImpl[XFormersMetadata]):
-    """Attention on xformers, which can fuse stored KV into the paged cache."""
+    """Attention on xformers; in a blend, fuses stored KV into the paged cache before it attends."""
 
     def __init__(
         self,
@@ -281,6 +284,9 @@ class XFormersImpl(PagedFuse, AttentionImpl[XFormersMetadata]):
             if not kv_cache.numel():  # vLLM measures memory: let it see what may be gathered
                 key.new_empty(self.max_keys, self.num_kv_heads, 2 * self.head_size)
             return output.fill_(0)
+        if attn_metadata.fusion is not None:
+            with attn_metadata.fusion.clock.stage("fuse"):
+                self.fuse(layer, kv_cache, attn_metadata.fusion)
         key_cache, value_cache = self.caches(kv_cache)
         for part in attn_metadata.parts(self.window, key_cache.shape[1]):
             if isinstance(part, PagedPart):

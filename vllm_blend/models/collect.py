@@ -22,7 +22,8 @@ def collecting(frame: Frame, layer: int, self_attn: Any) -> Iterator[None]:
     keys: list[torch.Tensor] = []
 
     def before_rope(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        keys.append(args[2].clone())  # the rotary op works in place
+        if len(args) == 3:  # with two, it is a backend that rotates stored K (``fuse``)
+            keys.append(args[2].clone())  # the rotary op works in place
 
     def before_attention(attn: Any, args: tuple[torch.Tensor, ...]) -> None:
         shape = (-1, attn.num_kv_heads, attn.head_size)

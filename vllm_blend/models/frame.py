@@ -130,32 +130,37 @@ class Frame:
             "kv_cache_dtype": self.step.kv_cache_dtype,
         }
 
-    def fuse(self, layer: int, attn: Any) -> None:
-        """Writes a layer's stored KV to the paged cache, but where a kept row's fresh KV goes."""
+    def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
+        """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
+        positions, slot_mapping, _, slots = self._place(attn)
+        old_kv: LayerKV | StoredSegments | None = None
         if requests := self._to_fuse():
             self.stored.read(layer)
-            positions, slot_mapping, _, slots = self._place(attn)
-            old_kv: LayerKV | StoredSegments
             if attn.impl.fuses_segments and (tables := self._tables()) is not None:
                 old_kv = StoredSegments(tables, layer, slots)
             else:
-                kvs = [self.stored.old_kv(request, layer) for request in requests]
-                old_kv = behind_one_another(kvs)
-            with self.clock.stage("fuse"):
-                attn.impl.fuse(attn, attn.kv_cache, Fusion(old_kv, positions, slot_mapping))
-        self.stored.done(layer)
+                old_kv = behind_one_another([self.stored.old_kv(r, layer) for r in requests])
+        return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata, self.clock)
+
+    def fuse(self, attn: Any, fusion: Fusion) -> None:
+        """Fuses before a layer that is not called: a graph replays it, or it has no rows to compute."""
+        with self.clock.stage("fuse"):
+            attn.impl.fuse(attn, attn.kv_cache, fusion)
 
     @contextmanager
-    def context(self, attn: Any, status: Status) -> Iterator[None]:
-        """The forward context for one layer; before the first choice vLLM's own, for all rows."""
-        if status < Status.CHECK:
+    def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:
+        """The forward context for one layer; without ``fusion`` vLLM's own, for all rows."""
+        if fusion is None:
             yield
             return
         name = attn.layer_name
-        self._kept_context.attn_metadata[name] = self.describe(attn)
+        metadata = copy(self.describe(attn))
+        metadata.fusion = fusion
+        self._kept_context.attn_metadata[name] = metadata
         self._kept_context.slot_mapping[name] = self.kept_slots(attn)
         with override_forward_context(self._kept_context):
             yield
+        del self._kept_context.attn_metadata[name]  # it holds the layer's stored KV
 
     @contextmanager
     def writing(self, attn: Any, at: torch.Tensor) -> Iterator[None]:
@@ -175,10 +180,6 @@ class Frame:
     def kept_slots(self, attn: Any) -> torch.Tensor:
         """Slots of the kept rows, ``[num_kept]``."""
         return self._place(attn)[2]
-
-    def stored_positions(self, attn: Any) -> torch.Tensor:
-        """New positions of the stored tokens that ``fuse`` writes, ``[num_chunk_rows]``."""
-        return self._place(attn)[0]
 
     def kept_context(self) -> ForwardContext:
         """A forward context without rows: vLLM's own but for what describes them."""

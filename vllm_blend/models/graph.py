@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
+from vllm_blend.attention.base import Fusion
+from vllm_blend.core import Status
 from vllm_blend.models.frame import Frame
 
 logger = logging.getLogger("vllm.vllm_blend")
@@ -258,6 +260,7 @@ class AfterCheckGraphs:
                         inputs.query_start_loc[: shape.num_reqs + 1],
                         inputs.block_table[: shape.num_reqs],
                     )
+                    metadata.fusion = Fusion(Status.AFTER_CHECK, None, positions, slots, None)
                 context.attn_metadata[attn.layer_name] = metadata
                 context.slot_mapping[attn.layer_name] = slots
                 with override_forward_context(context):

@@ -3,8 +3,8 @@
 Stock decoder layers do not care how many rows they get: what depends on a row's position they look
 up in vLLM's forward context. So the loop calls the stock layers, with all rows before the check layer
 (status 0) and with the chosen rows from it on (status 1 and 2), under a context that describes those
-rows. Before each layer from the check on, its stored KV is fused into the paged cache by the backend
-(loop -> frame -> backend), so that the layer finds it there as it finds any other.
+rows. Stored KV travels in that context's attention metadata to the backend, which fuses it into the
+paged cache: loop -> layer -> attention -> backend.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class BlendModel(torch.nn.Module):
         replay: Replay | None = None
 
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer)):
-            attn, status = layer.self_attn.attn, frame.status(index)
+            attn, status, fusion = layer.self_attn.attn, frame.status(index), None
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
                 with frame.clock.stage("select"):
@@ -122,16 +122,20 @@ class BlendModel(torch.nn.Module):
                 if self.graphs is not None:
                     replay = self.graphs.prepare(frame, index, hidden, residual)
             if status >= Status.CHECK:
-                frame.fuse(index, attn)
+                fusion = frame.fusion(index, attn, status, self.cache_fuse_metadata)
                 if index == self.end_layer - 1:
                     assert residual is not None
                     take = keep_kv_only(frame, layer, hidden, residual)
                     hidden, residual = hidden[take], residual[take]
-            if replay is not None and index in replay.layers:
+            if fusion is not None and replay is not None and index in replay.layers:
+                frame.fuse(attn, fusion)
                 hidden, residual = replay.run(index)
-            elif frame.rows.numel():  # a window of chunked prefill may hold reused tokens alone
-                with frame.context(attn, status), collecting(frame, index, layer.self_attn):
+            elif frame.rows.numel():
+                with frame.context(attn, fusion), collecting(frame, index, layer.self_attn):
                     hidden, residual = layer(frame.positions, hidden, residual)
+            elif fusion is not None:  # a window of chunked prefill may hold reused tokens alone
+                frame.fuse(attn, fusion)
+            frame.stored.done(index)
 
         if frame.rows.numel():
             hidden, _ = self.norm(hidden, residual)

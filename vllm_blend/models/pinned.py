@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_blend.core import ChunkKey, StoredKV
+from vllm_blend.core import BlockLayers, ChunkKey, StoredKV
 from vllm_blend.store.arena import Arena, Extent
 
 
@@ -32,18 +32,14 @@ class PinnedMemory:
         else:
             self._extents[key] = extent
             memory = self._arena.tensor(extent, kv.num_bytes)
-        start = 0
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal start
-            place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += tensor.nbytes
-            return place.copy_(tensor, non_blocking=True)
-
-        layers = tuple((copied(k), copied(v)) for k, v in kv.layers)
-        if kv.layers[0][0].is_cuda:
+        k, _ = kv.layers[0]
+        block = memory.view(k.dtype).view(len(kv.layers), 2, *k.shape)
+        for place, layer in zip(block, kv.layers, strict=True):
+            for part, tensor in zip(place, layer, strict=True):
+                part.copy_(tensor, non_blocking=True)
+        if k.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return StoredKV(layers)
+        return StoredKV(BlockLayers(block))
 
     def free(self, key: ChunkKey) -> None:
         """Gives a chunk's memory back, once nobody holds its KV; one that is not here is no error."""

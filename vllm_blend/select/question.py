@@ -1,10 +1,10 @@
 """Attention from the question's tokens to the chunks' tokens.
 
-``attention_here`` is one layer's, from fresh Q and K. ``attention_ahead`` sends the question alone
-through the later layers over the chunks' stored KV, and sums its attention: a pass that costs about
-what a blend at ratio 0 costs. That the question tells which tokens to recompute is the point
-of ProphetKV and FusionRAG; here it is computed by vLLM's own layers, over the paged cache. Sliding
-windows are not looked at: a token that has left the window may be scored.
+``attention_here`` is one layer's, from fresh Q and K. ``attention_ahead`` sends the tokens that no
+chunk holds through the later layers over the chunks' stored KV, and sums the question's attention: a
+pass that costs about what a blend at ratio 0 costs. That the question tells which tokens to recompute
+is the point of ProphetKV and FusionRAG; here it is computed by vLLM's own layers, over the paged
+cache. Sliding windows are not looked at: a token that has left the window may be scored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_blend.core import Status
 if TYPE_CHECKING:
     from vllm_blend.select.view import View
 
-MAX_ROWS = 32
+MAX_ASKED = 32
 """Question tokens that are asked, its last ones; bounds the memory of a long question."""
 
 
@@ -78,10 +78,10 @@ def attention_sum(q: torch.Tensor, k: torch.Tensor, own_k: torch.Tensor, scale: 
     """What each chunk token gets of the question's attention, summed over heads and question tokens.
 
     Args:
-        q: of the question, rotated, ``[num_question_rows, num_heads, head_size]``.
+        q: of the question, rotated, ``[num_asked, num_heads, head_size]``.
         k: of the chunk tokens, rotated, ``[num_tokens, num_kv_heads, head_size]``.
-        own_k: of the question, rotated, ``[num_question_rows, num_kv_heads, head_size]``; masked
-            causally.
+        own_k: of the other tokens, of which the question's are the last, rotated,
+            ``[num_own_rows, num_kv_heads, head_size]``; masked causally.
         scale: of the logits.
 
     Returns:
@@ -91,59 +91,62 @@ def attention_sum(q: torch.Tensor, k: torch.Tensor, own_k: torch.Tensor, scale: 
     grouped = q.view(rows, kv_heads, -1, q.shape[-1])
     keys = torch.cat([k, own_k])
     logits = torch.einsum("qhgd,khd->hgqk", grouped, keys).float() * scale
-    later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    own_rows = own_k.shape[0]
+    later = torch.ones(rows, own_rows, dtype=torch.bool, device=q.device).triu(own_rows - rows + 1)
     logits[..., k.shape[0] :].masked_fill_(later, float("-inf"))
     return logits.softmax(-1)[..., : k.shape[0]].sum(dim=(0, 1, 2))
 
 
 def attention_here(view: View) -> torch.Tensor | None:
     """The question's attention to the candidates at the check layer, ``[num_candidates]`` float32."""
-    at, layer = view.question_at, view.layers[view.index]
-    if at is None:
+    if not view.num_asked:
         return None
+    at, layer = view.own_at, view.layers[view.index]
     own = project(layer, view.hidden[at], view.residual[at])
     self_attn = layer.self_attn
-    q = normed_heads(self_attn, "q", own.q).flatten(1)
+    q = normed_heads(self_attn, "q", own.q[-view.num_asked :])
     k = torch.cat([view.fresh_k, normed_heads(self_attn, "k", own.k)]).flatten(1)
     both = torch.cat([view.positions, view.frame.positions[at]])
     # the op rotates in place; Q alone stands in for K, which it may go without
     k = self_attn.rotary_emb(both, k)[0].view(both.numel(), -1, own.k.shape[-1])
-    q = self_attn.rotary_emb(view.frame.positions[at], q.clone())[0]
+    q = self_attn.rotary_emb(both[-view.num_asked :], q.flatten(1).clone())[0].view_as(q)
     count = view.at.numel()
-    return attention_sum(q.view_as(own.q), k[:count], k[count:], self_attn.attn.impl.scale)
+    return attention_sum(q, k[:count], k[count:], self_attn.attn.impl.scale)
 
 
 def attention_ahead(view: View) -> torch.Tensor | None:
     """The question's attention to the candidates, summed over the check layer and all later ones.
 
-    The question's rows go alone through the stock layers, for which the stored KV of all of them is
-    fused; the blend then need not fuse it again. The question's own KV it overwrites.
+    The request's own rows go through the stock layers, which fuses the stored KV of all of them; the
+    blend then need not fuse it again. The KV of those rows it overwrites.
     """
-    if view.question_at is None:
+    if not view.num_asked:
         return None
-    frame = view.frame.alone(view.request, view.question_at, view.index)
-    hidden, residual = view.hidden[view.question_at], view.residual[view.question_at]
+    frame = view.frame.alone(view.request, view.own_at, view.index)
+    hidden, residual = view.hidden[view.own_at], view.residual[view.own_at]
     total = torch.zeros(view.request.chunk_rows.numel(), device=hidden.device)
     for index in range(view.index, len(view.layers)):
         layer = view.layers[index]
         attn = layer.self_attn.attn
+        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
         k = frame.stored.old_kv(view.request, index)[0]
-        k = layer.self_attn.rotary_emb(frame.stored_positions(attn), k.flatten(1).clone())[0].view_as(k)
-        frame.fuse(index, attn)
-        with frame.context(attn, Status.AFTER_CHECK), watching(attn, k, total):
+        k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
+        with frame.context(attn, fusion), watching(attn, view.num_asked, k, total):
             hidden, residual = layer(frame.positions, hidden, residual)
+        frame.stored.done(index)
     view.frame.fused.add(view.request)
     return total[view.chunk_index]
 
 
 @contextmanager
-def watching(attn: Any, k: torch.Tensor, total: torch.Tensor) -> Iterator[None]:
-    """While it lasts, ``attn`` adds to ``total`` what its queries give to the keys ``k``."""
+def watching(attn: Any, num_asked: int, k: torch.Tensor, total: torch.Tensor) -> Iterator[None]:
+    """While it lasts, ``attn`` adds to ``total`` what its last queries give to the keys ``k``."""
 
     def before(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         q, own_k = args[0], args[1]
         size = (q.shape[0], -1, k.shape[-1])
-        total.add_(attention_sum(q.view(size), k, own_k.view(size), attn.impl.scale))
+        asked = q.view(size)[-num_asked:]
+        total.add_(attention_sum(asked, k, own_k.view(size), attn.impl.scale))
 
     hook = attn.register_forward_pre_hook(before)
     try:

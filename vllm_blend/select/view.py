@@ -110,20 +110,26 @@ class View:
         return torch.cat(places)[self.chunk_index]
 
     @cached_property
-    def question_at(self) -> torch.Tensor | None:
-        """The frame's rows of the question's last tokens, ``[num_question_rows]``.
+    def own_at(self) -> torch.Tensor:
+        """The frame's rows of the request's tokens that no chunk holds, ``[num_own_rows]``."""
+        request = self.request
+        own = torch.ones(request.num_rows, dtype=torch.bool, device=request.device)
+        own.index_fill_(0, request.chunk_rows - request.row, False)
+        count = request.num_rows - request.chunk_rows.numel()
+        rows = torch.nonzero_static(own, size=count).flatten() + request.row
+        return torch.searchsorted(self.frame.rows, rows)
 
-        None if this window of a chunked prefill does not hold the question.
+    @cached_property
+    def num_asked(self) -> int:
+        """How many of those, the last ones, are the question's last tokens.
+
+        0 if this window of a chunked prefill does not hold the question.
         """
         request = self.request
         end = request.position + request.num_rows
         assert isinstance(request.plan, BlendPlan)
-        start = max(request.plan.spans[-1].end, request.position, end - question.MAX_ROWS)
-        if start >= end:
-            return None
-        shift = request.row - request.position
-        rows = torch.arange(start + shift, end + shift, device=request.device)
-        return torch.searchsorted(self.frame.rows, rows)
+        start = max(request.plan.spans[-1].end, request.position, end - question.MAX_ASKED)
+        return max(0, end - start)
 
     @cached_property
     def attention_here(self) -> torch.Tensor | None:

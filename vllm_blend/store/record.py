@@ -26,7 +26,7 @@ from math import prod
 import torch
 from blake3 import blake3
 
-from vllm_blend.core import KVShape, LayerKV, StoredKV
+from vllm_blend.core import BlockLayers, KVShape, LayerKV, StoredKV
 from vllm_blend.store.fp8 import Fp8Layers, narrow, scale_bytes
 from vllm_blend.store.keys import FORMAT_VERSION, ChunkKey
 
@@ -180,9 +180,7 @@ def layers_in(
     """K and V of each layer over ``memory``, uint8 ``[payload_bytes]``: views, or widened from fp8."""
     if storage == "fp8":
         return Fp8Layers(memory, shape, num_tokens)
-    both = memory.view(shape.dtype).view(shape.num_layers, 2, *shape.of(num_tokens))
-    pairs = (pair.unbind(0) for pair in both.unbind(0))  # half the time of indexing
-    return tuple((k, v) for k, v in pairs)
+    return BlockLayers(memory.view(shape.dtype).view(shape.num_layers, 2, *shape.of(num_tokens)))
 
 
 def token_ids_in(data: bytes) -> tuple[int, ...] | None:
