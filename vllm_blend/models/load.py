@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_blend.core import BlendStep, LayerKV, StepRequest, StoredKV
+from vllm_blend.core import BlendStep, StepRequest, StoredKV
+from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import StageClock
 
 AHEAD = 3
