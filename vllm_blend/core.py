@@ -7,15 +7,15 @@ layer    -> Status, old_kv, metadata    the layer loop (``models/loop.py``)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import overload
 
 import torch
 
+from vllm_blend.layers import BlockLayers, LayerKV
 from vllm_blend.settings import BlendSettings
 
 EXTRA_ARG = "blend"
@@ -34,9 +34,6 @@ class Status(IntEnum):
 WIDEST_LOAD = 16
 """Bytes that a GPU loads at once; KV that a kernel reads starts at a multiple of this."""
 
-LayerKV = tuple[torch.Tensor, torch.Tensor]
-"""K before RoPE and V of one layer, each ``[num_tokens, num_kv_heads, head_size]``."""
-
 
 @dataclass(frozen=True)
 class KVShape:
@@ -49,34 +46,6 @@ class KVShape:
 
     def of(self, num_tokens: int) -> tuple[int, int, int]:
         return (num_tokens, self.num_kv_heads, self.head_size)
-
-
-class BlockLayers(Sequence[LayerKV]):
-    """Layers of one tensor, ``[num_layers, 2, num_tokens, num_kv_heads, head_size]``, K before V.
-
-    A request looks up some hundred layers of its chunks, and a view of each takes milliseconds: here
-    they are made when they are asked for.
-    """
-
-    def __init__(self, block: torch.Tensor) -> None:
-        self.block = block
-
-    def __len__(self) -> int:
-        return self.block.shape[0]
-
-    @overload
-    def __getitem__(self, index: int) -> LayerKV: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LayerKV]: ...
-    def __getitem__(self, index: int | slice) -> LayerKV | Sequence[LayerKV]:
-        if isinstance(index, slice):
-            return BlockLayers(self.block[index])
-        k, v = self.block[index].unbind(0)
-        return k, v
-
-    def __iter__(self) -> Iterator[LayerKV]:
-        pairs = (pair.unbind(0) for pair in self.block.unbind(0))  # half the time of indexing
-        return ((k, v) for k, v in pairs)
 
 
 @dataclass(frozen=True, eq=False)

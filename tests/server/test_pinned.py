@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from vllm_blend.core import BlockLayers, StoredKV
+from vllm_blend.core import StoredKV
+from vllm_blend.layers import BlockLayers
 from vllm_blend.models.load import joined
 from vllm_blend.models.pinned import PinnedMemory
 

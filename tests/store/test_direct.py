@@ -105,7 +105,8 @@ def test_layers_of_odd_sizes(
         assert same(store.get(key), expected)
         assert store.stats()["hits.disk"] == 1
     layer = shape.num_kv_heads * shape.head_size * num_tokens * 4
-    assert len(reads) == 4 or layer < 2 * PAGE
+    of_layers = [at for at, _ in reads if at > 0]  # the preamble's memory begins a page by chance alone
+    assert len(of_layers) == 4 or layer < 2 * PAGE
 
 
 def fails_to_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_blend.core import BlendStep, LayerKV, Status
+from vllm_blend.core import BlendStep, Status
+from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import NO_CLOCK, StageClock
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion, StoredSegments
-from vllm_blend.core import BlendStep, LayerKV, Status, StepRequest, behind_one_another
+from vllm_blend.core import BlendStep, Status, StepRequest, behind_one_another
+from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import NO_CLOCK, StageClock
 from vllm_blend.models.load import StoredLayers
 

@@ -19,14 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_blend.core import (
-    WIDEST_LOAD,
-    BlendStep,
-    LayerKV,
-    StepRequest,
-    StoredKV,
-    behind_one_another,
-)
+from vllm_blend.core import WIDEST_LOAD, BlendStep, StepRequest, StoredKV, behind_one_another
+from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import StageClock
 
 AHEAD = 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_blend.core import BlockLayers, ChunkKey, StoredKV
+from vllm_blend.core import ChunkKey, StoredKV
+from vllm_blend.layers import BlockLayers
 from vllm_blend.store.arena import Arena, Extent
 
 

@@ -6,11 +6,11 @@ A layer's bytes: K's scales, V's scales (float32 ``[num_tokens, num_kv_heads, 1]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 
-from vllm_blend.core import KVShape, LayerKV
+from vllm_blend.core import KVShape
+from vllm_blend.layers import LayerKV, LazyLayers
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -30,7 +30,7 @@ def widen(scale: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torc
     return values.float().mul_(scale).to(dtype)
 
 
-class Fp8Layers(Sequence[LayerKV]):
+class Fp8Layers(LazyLayers):
     """A chunk's layers over a block of memory; ``layers[i]`` is widened at every call.
 
     Args:
@@ -45,13 +45,7 @@ class Fp8Layers(Sequence[LayerKV]):
     def __len__(self) -> int:
         return self._shape.num_layers
 
-    @overload
-    def __getitem__(self, index: int) -> LayerKV: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LayerKV]: ...
-    def __getitem__(self, index: int | slice) -> LayerKV | Sequence[LayerKV]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(len(self))[index])
+    def layer(self, index: int) -> LayerKV:
         k_scale, v_scale, k, v = self.parts(index)
         dtype = self._shape.dtype
         return widen(k_scale, k, dtype), widen(v_scale, v, dtype)

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import overload
 
-from vllm_blend.core import LayerKV, StoredKV
+from vllm_blend.core import StoredKV
+from vllm_blend.layers import LayerKV
 
 
 class ChunkLost(RuntimeError):
