@@ -15,8 +15,10 @@ import json
 import pathlib
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise, product
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -24,10 +26,10 @@ import torch
 from harness import hardware, measure, print_table
 from timeline import timeline
 from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 
 from vllm_blend import BlendSettings, blend_model
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
+from vllm_blend.layers import BlockLayers
 
 COMMON = dict(
     num_hidden_layers=32,
@@ -79,10 +81,11 @@ def main(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_config(shape, pathlib.Path(folder))
             for backend in options.attention_backend:
-                found = run_shape(shape, folder, backend, options)
+                # a process each: one that has ended leaves the next engine all of the GPU
+                with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                    found = process.submit(run_shape, shape, folder, backend, options).result()
                 rows += found[0]
                 results += found[1]
-                cleanup_dist_env_and_memory()  # for the next engine
         header = ["tokens", "backend", "method", "TTFT", "speedup", "floor", "TTFT / floor"]
         print_table(header, sorted(rows, key=lambda row: row[0]))
         print(json.dumps({"shape": shape, "hardware": hardware(), "results": results}))
@@ -249,21 +252,20 @@ class Bench:
         self.run(prefix + self.tokens(num_tokens - len(prefix), 10**6 + self._tails), fresh=False)
 
     def spans(self, num_tokens: int, place: str) -> tuple[ChunkSpan, ...]:
-        """Chunks of random KV; on the host all layers share one tensor, to save memory and time."""
+        """Chunks of random KV, each in memory of its own, as a store keeps them."""
         shape = self.model.kv_shape
         size = (num_tokens - QUESTION_TOKENS) // CHUNKS
         spans = []
         for chunk in range(CHUNKS):
-            if place == "gpu":
-                layers = tuple(
-                    (self.random(shape.of(size)), self.random(shape.of(size)))
-                    for _ in range(self.num_layers)
-                )
-            else:
-                k = self.random(shape.of(size)).cpu()
-                k = k.pin_memory() if place == "pinned" else k
-                layers = ((k, k),) * self.num_layers
-            spans.append(ChunkSpan(chunk * size, StoredKV(layers)))
+            block = torch.empty(
+                (self.num_layers, 2, *shape.of(size)),
+                dtype=shape.dtype,
+                device=self.device if place == "gpu" else "cpu",
+                pin_memory=place == "pinned",
+            )
+            for layer in block:
+                layer.copy_(self.random(layer.shape))
+            spans.append(ChunkSpan(chunk * size, StoredKV(BlockLayers(block))))
         return tuple(spans)
 
     def random(self, size: tuple[int, ...]) -> torch.Tensor:

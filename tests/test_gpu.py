@@ -9,9 +9,12 @@ root mean square over some prompts; and torch.compile halves it, which blended s
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ import torch
 from engines import Engine, make_engine, plan_for, relative_error, run
 
 from vllm_blend import compat
+from vllm_blend.core import StoredKV
+from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.state import BlendModelState
+from vllm_blend.store.late import LateKV, LateLayers
 
 pytestmark = pytest.mark.gpu
 
@@ -262,7 +268,7 @@ def test_graphs_replay_what_the_layers_compute(
     place: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps of other numbers of rows, the first again; KV that a GPU cannot read takes no graph."""
+    """Steps of other numbers of rows, the first again; KV in any memory."""
     graphs = engine.model.graphs
     backend = engine.model.layers[0].self_attn.attn.attn_backend.get_name()
     eager = engine.llm.llm_engine.vllm_config.model_config.enforce_eager
@@ -278,14 +284,17 @@ def test_graphs_replay_what_the_layers_compute(
             return engine.run(prompt, max_tokens=1)[1]
 
     ratios = (0.16, 0.3, 0.2, 0.16)
-    runs: list[Any] = []
-    stock = graphs.run
-    monkeypatch.setattr(graphs, "run", lambda *args: runs.append(args) or stock(*args))
+    from vllm_blend.models.graph import Replay
+
+    layers: list[int] = []
+    stock = Replay.run
+    monkeypatch.setattr(Replay, "run", lambda self, i: layers.append(i) or stock(self, i))
     replayed = [logits(old_kvs, ratio) for ratio in ratios]
-    assert len(runs) == (0 if place == "pageable" else len(ratios))
-    assert len(graphs) > 0 or place == "pageable"
+    assert layers == [*range(1, len(engine.model.layers) - 1)] * len(ratios)
+    assert len(graphs) > 0
     monkeypatch.setattr(engine.model, "graphs", None)
     layer_by_layer = [logits(old_kvs, ratio) for ratio in ratios]
+    assert len(layers) == (len(engine.model.layers) - 2) * len(ratios)
     for one, other in zip(replayed, layer_by_layer, strict=True):
         assert relative_error(one, other) < 3 * rounding
 
@@ -320,6 +329,47 @@ def test_graphs_captured_ahead_serve_every_step(
     monkeypatch.setattr(engine.model, "graphs", None)
     for ratio, found in zip(ratios, replayed, strict=True):
         assert relative_error(found, logits(ratio)) < 3 * rounding
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_stored_kv_may_lie_anywhere(
+    engine: Engine, chunks: list[list[int]], question: list[int], size: int | None
+) -> None:
+    """The answer is that of KV on the GPU; ``size``: of the windows of a chunked prefill."""
+    prompt, plan = plan_for(engine, chunks, question[:1], question, recomp_ratio=0.3)
+    memory = PinnedMemory(1 << 26)
+
+    def moved(kv: StoredKV, kind: str) -> StoredKV:
+        if kind == "gpu":
+            return kv
+        if kind == "pinned":  # K and V behind one another
+            return memory.copy(str(id(kv)).encode(), kv)
+        layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)
+        if kind == "pageable":
+            return StoredKV(layers)
+        late = LateLayers(layers, "late", 60)
+
+        def load() -> None:
+            for _ in layers:
+                time.sleep(1e-3)
+                late.arrive()
+
+        threading.Thread(target=load).start()
+        return LateKV(late)
+
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = size or before
+    try:
+        expected = run(engine, [prompt], [plan])
+        for kinds in ("pinned",), ("pageable",), ("late",), ("gpu", "pinned", "late", "pageable"):
+            spans = tuple(
+                replace(span, kv=moved(span.kv, kind))
+                for span, kind in zip(plan.spans, cycle(kinds), strict=False)
+            )
+            assert run(engine, [prompt], [replace(plan, spans=spans)]) == expected, kinds
+    finally:
+        scheduler.max_num_scheduled_tokens = before
 
 
 def test_windows_of_a_chunked_prefill(

@@ -32,7 +32,7 @@ class Status(IntEnum):
 
 
 WIDEST_LOAD = 16
-"""Bytes that a GPU loads at once; KV that it reads in place starts at a multiple of this."""
+"""Bytes that a GPU loads at once; KV that a kernel reads starts at a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StoredKV:
     def addresses(self, start: int) -> torch.Tensor | None:
         """Where a GPU finds each layer's K and V of token ``start``, ``[num_layers, 2]`` int64.
 
-        None where it cannot read them in place: in pageable memory, scattered, or not there yet.
+        None where they must be copied first: they lie in the host's memory, or scattered, or come late.
         """
         if self.layers is not self.described:
             return None
@@ -139,9 +139,9 @@ class StoredKV:
 
 
 def _readable(layers: Sequence[LayerKV]) -> bool:
-    """Whether a GPU can read all tensors of ``layers`` where they lie, by its widest loads."""
+    """Whether kernels can read all tensors of ``layers`` where they lie, by the widest loads."""
     for tensor in (tensor for layer in layers for tensor in layer):
-        if not tensor.is_contiguous() or not (tensor.is_cuda or tensor.is_pinned()):
+        if not tensor.is_cuda or not tensor.is_contiguous():
             return False
         row_bytes = tensor.nbytes // max(len(tensor), 1)
         if tensor.data_ptr() % WIDEST_LOAD or row_bytes % WIDEST_LOAD:
@@ -305,6 +305,13 @@ def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> Non
         )
 
 
+def behind_one_another(kvs: Sequence[LayerKV]) -> LayerKV:
+    """K and V of some tokens, then of others; a single pair is not copied."""
+    if len(kvs) == 1:
+        return kvs[0]
+    return torch.cat([k for k, _ in kvs]), torch.cat([v for _, v in kvs])
+
+
 @dataclass(eq=False)
 class StepRequest:
     """One request's window in a forward step: prompt positions ``[position, position + num_rows)``.
@@ -350,9 +357,7 @@ class StepRequest:
         for span, lo, hi in self.windows:
             k, v = span.kv.layers[layer]
             parts.append((k[lo - span.start : hi - span.start], v[lo - span.start : hi - span.start]))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+        return behind_one_another(parts)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ import torch
 
 from vllm_blend.core import StoredKV
 from vllm_blend.layers import BlockLayers
+from vllm_blend.models.load import joined
 from vllm_blend.models.pinned import PinnedMemory
 
 
@@ -64,14 +65,15 @@ def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
     assert memory._arena.free_bytes == memory._arena.size
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    whole = PinnedMemory(1 << 20).copy(b"a", chunk(33, 1, "cpu"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
     for part in (slice(None), slice(3, 20)):
-        kv = PinnedMemory(1 << 20).copy(b"a", chunk(33, 1, "cpu")).tokens(*part.indices(33)[:2])
+        kv = whole.tokens(*part.indices(33)[:2])
         for one in (kv, StoredKV(tuple(kv.layers))):
             found = one.addresses(2)
-            assert (found is not None) == pinned
+            assert (found is not None) == on_gpu
             if found is not None:
                 assert found.tolist() == [[k[2:].data_ptr(), v[2:].data_ptr()] for k, v in kv.layers]
     shifted = torch.zeros(4, 2, 33, 2, 17, dtype=torch.half)  # rows of 68 bytes
@@ -79,12 +81,15 @@ def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, pinned: 
 
 
 @pytest.mark.gpu
-def test_a_gpu_can_read_it_in_place() -> None:
+def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
     memory = PinnedMemory(1 << 20)
     source = chunk(33, 1, "cuda")
     copy = memory.copy(b"a", source)
     assert all(t.is_pinned() for pair in copy.layers for t in pair)
-    assert copy.addresses(0) is not None
+    assert copy.addresses(0) is None  # no kernel reads it where it lies
+    for k, v in copy.layers:
+        both = joined(k, v)
+        assert both is not None and both.is_pinned()
     assert same(source, copy)
 
 

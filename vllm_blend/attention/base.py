@@ -24,13 +24,11 @@ class StoredSegments:
         layer: which of the tables' layers.
         slot_mapping: slots of all rows of the step, ``[num_rows]``; -1 where a kept row's fresh K and V
             go instead.
-        num_programs: multiprocessors to use; as many as there are, or few beside other kernels.
     """
 
     tables: SegmentTables
     layer: int
     slot_mapping: torch.Tensor
-    num_programs: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,9 @@ from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import BlendPlan, BlendStep
 from vllm_blend.ops import shift_scatter
 
+NUM_PROGRAMS = 132
+"""Of a launch that fuses segments: one for each multiprocessor of a large GPU."""
+
 
 class PagedFuse:
     """Mixin for an ``AttentionImpl`` whose cache is
@@ -63,7 +66,7 @@ class PagedFuse:
             key_cache,
             value_cache,
             self.rotary_emb.is_neox_style,
-            stored.num_programs,
+            NUM_PROGRAMS,
         )
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion, StoredSegments
-from vllm_blend.core import BlendStep, Status, StepRequest, StoredKV
+from vllm_blend.core import BlendStep, Status, StepRequest, behind_one_another
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import NO_CLOCK, StageClock
 from vllm_blend.models.load import StoredLayers
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables
-
-ALL_PROGRAMS = 132
-"""Programs of a launch that reads KV from GPU memory: one for each multiprocessor of a large one."""
-
-HOST_PROGRAMS = 8
-"""Of one that reads KV from host memory, beside other kernels: enough to fill PCIe."""
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive stored tokens of a step that a GPU can read where they lie.
-
-    Attributes:
-        num_tokens: of the segment.
-        position: of its first token in its prompt.
-        row: of its first token in the step.
-        addresses: of its first K and first V element, ``[num_layers, 2]`` int64.
-        kv: what it is a part of.
-    """
-
-    num_tokens: int
-    position: int
-    row: int
-    addresses: torch.Tensor
-    kv: StoredKV
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.kv.described[0][0].is_cuda
-
-
-def tabulated(segments: Sequence[Segment]) -> tuple[list[tuple[int, int, int]], torch.Tensor]:
-    """What ``SegmentTables.fill`` takes."""
-    where = [(segment.num_tokens, segment.position, segment.row) for segment in segments]
-    return where, torch.stack([segment.addresses for segment in segments], dim=1)
 
 
 class Frame:
@@ -166,27 +131,22 @@ class Frame:
             "kv_cache_dtype": self.step.kv_cache_dtype,
         }
 
-    def fusion(
-        self,
-        layer: int,
-        attn: Any,
-        status: Status,
-        cache_fuse_metadata: Any,
-        in_place: bool = True,
-    ) -> Fusion:
-        """The stored KV of one layer and where it goes; ``in_place``: it may be left where it lies."""
+    def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
+        """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
         positions, slot_mapping, _, slots = self._place(attn)
         old_kv: LayerKV | StoredSegments | None = None
-        if in_place and attn.impl.fuses_segments and (tables := self._tables()) is not None:
-            old_kv = StoredSegments(tables, layer, slots, ALL_PROGRAMS)
-        else:
-            self.stored.read_ahead(layer)
-            old_kvs = [self.stored.old_kv(request, layer) for request in self._to_fuse()]
-            if len(old_kvs) == 1:
-                old_kv = old_kvs[0]
-            elif old_kvs:
-                old_kv = torch.cat([kv[0] for kv in old_kvs]), torch.cat([kv[1] for kv in old_kvs])
+        if requests := self._to_fuse():
+            self.stored.read(layer)
+            if attn.impl.fuses_segments and (tables := self._tables()) is not None:
+                old_kv = StoredSegments(tables, layer, slots)
+            else:
+                old_kv = behind_one_another([self.stored.old_kv(r, layer) for r in requests])
         return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata, self.clock)
+
+    def fuse(self, attn: Any, fusion: Fusion) -> None:
+        """Fuses before a layer that is not called: a graph replays it, or it has no rows to compute."""
+        with self.clock.stage("fuse"):
+            attn.impl.fuse(attn, attn.kv_cache, fusion)
 
     @contextmanager
     def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:
@@ -198,7 +158,7 @@ class Frame:
         metadata = copy(self.describe(attn))
         metadata.fusion = fusion
         self._kept_context.attn_metadata[name] = metadata
-        self._kept_context.slot_mapping[name] = self._place(attn)[2]
+        self._kept_context.slot_mapping[name] = self.kept_slots(attn)
         with override_forward_context(self._kept_context):
             yield
         del self._kept_context.attn_metadata[name]  # it holds the layer's stored KV
@@ -212,35 +172,15 @@ class Frame:
         with override_forward_context(context):
             yield
 
-    def segments(self) -> list[Segment] | None:
-        """The stored KV that is not in the cache yet; None if a GPU cannot read it where it lies."""
-        found = []
-        for request in self._to_fuse():
-            for span, lo, hi in request.windows:
-                addresses = span.kv.addresses(lo - span.start)
-                if addresses is None:
-                    return None
-                row = request.row + lo - request.position
-                found.append(Segment(hi - lo, lo, row, addresses, span.kv))
-        return found
-
-    def all_fused(self) -> None:
-        """Notes that all stored KV of the layers to come is in the cache."""
-        self.fused |= self.kept.keys()
-        self._places.clear()
-        self._segment_tables, self._tables_made = None, True
-        self.stored = StoredLayers([], self.rows.device, self._num_layers, 0, NO_CLOCK)
-
     def share_tables(self, attns: Iterable[Any]) -> bool:
         """Whether these layers have slots and blocks in common."""
         names = [attn.layer_name for attn in attns]
         tables = (self._context.slot_mapping, self._context.attn_metadata)
         return all(len({id(table[name]) for name in names}) == 1 for table in tables)
 
-    def slots(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of all rows of the step, and of the kept rows."""
-        slot_mapping = self._context.slot_mapping[attn.layer_name]
-        return slot_mapping[: self.step.num_rows], slot_mapping[self.rows]
+    def kept_slots(self, attn: Any) -> torch.Tensor:
+        """Slots of the kept rows, ``[num_kept]``."""
+        return self._place(attn)[2]
 
     def kept_context(self) -> ForwardContext:
         """A forward context without rows: vLLM's own but for what describes them."""
@@ -254,18 +194,20 @@ class Frame:
         return self._described[id(stock)]
 
     def _tables(self) -> SegmentTables | None:
-        """Tables of the stored KV that is not in the cache yet, where all of it is on the GPU."""
+        """Where the stored KV lies that is not in the cache yet; None if it is not read as segments."""
         if self._tables_made:
             return self._segment_tables
         self._tables_made = True
-        segments = self.segments()
-        if segments and all(segment.on_gpu for segment in segments):
+        if segments := self.stored.segments(self._to_fuse()):
             from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
 
             self._segment_tables = SegmentTables(
                 len(segments), self.step.num_rows, self._num_layers, self.rows.device
             )
-            self._segment_tables.fill(*tabulated(segments))
+            self._segment_tables.fill(
+                [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
+                torch.stack([segment.addresses for segment in segments], dim=1),
+            )
         return self._segment_tables
 
     def _to_fuse(self) -> list[StepRequest]:

@@ -1,32 +1,35 @@
 """The layers after the check as CUDA graphs.
 
 Run one by one, a layer of some hundred rows takes the host longer to launch than the GPU to compute.
-So the layers from the last check to the last but one are captured once for each padded number of rows
+So each layer from the last check to the last but one is captured once for each padded number of rows
 and requests (by a server all at once, at its first blend, which is the start-up check's): a step then
-copies its rows and where they stand into fixed tensors, and launches one graph. Beside the layers, the
-graph has a branch that writes stored KV to the paged cache, layer by layer, from wherever it lies: GPU
-memory or pinned host memory.
+copies its rows and where they stand into fixed tensors, and launches a graph a layer. A layer's graph
+reads what the one before it left; the first one also derives what attention needs of the rows.
 
-Other steps run layer by layer (``loop.py``): those of more than MAX_ROWS rows, which a GPU takes longer
-to compute than the host to launch, and those that cannot be replayed: collecting, KV that is still
-being loaded or lies in pageable memory, layers with other slots than the rest.
+Stored KV is not the graphs' concern: the loop fuses a layer's before it replays the layer
+(``loop.py``), from wherever it lies, as it does before a layer that is called. Those are the layers of
+steps of more than MAX_ROWS rows, which a GPU takes longer to compute than the host to launch, and of
+steps that cannot be replayed: collecting, layers with other slots than the rest, a rotary module with
+rules of its own.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_blend.attention.base import Fusion, StoredSegments
+from vllm_blend.attention.base import Fusion
 from vllm_blend.core import Status
-from vllm_blend.models.frame import ALL_PROGRAMS, HOST_PROGRAMS, Frame, Segment, tabulated
-from vllm_blend.ops.segment_scatter import SegmentTables
+from vllm_blend.models.frame import Frame
 
 logger = logging.getLogger("vllm.vllm_blend")
 
@@ -39,26 +42,17 @@ MAX_ROWS = ROW_STEPS[-1]
 REQ_STEPS = (8, 64, 256)
 """Requests are padded to the next of these, or to the most there can be: an empty one costs little."""
 
-MAX_SEGMENTS = 256
 MAX_GRAPHS = 64
-
-
-@dataclass(frozen=True, eq=False)
-class GraphPlan:
-    """What of a step a graph does: ``layers``, and for them and all later ones, the stored KV."""
-
-    layers: range
-    segments: list[Segment]
+"""Shapes that are kept, each as a graph a layer."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph was captured for."""
+    """What graphs were captured for."""
 
     layers: range
     num_rows: int
     num_reqs: int
-    num_programs: int  # that write stored KV
     kv_cache: int  # address of the first layer's
 
 
@@ -67,14 +61,13 @@ class Inputs:
     """The fixed tensors that graphs read.
 
     Attributes:
-        hidden, residual: of the kept rows, ``[MAX_ROWS, hidden_size]``.
+        hidden, residual: of the kept rows, ``[MAX_ROWS, hidden_size]``; the last layer's output takes
+            the place of the first one's input.
         positions: of the kept rows in their prompts, ``[MAX_ROWS]``.
         last_keys: last key that each kept row sees, ``[MAX_ROWS]``.
         slots: slots of the kept rows, -1 where there is none, ``[MAX_ROWS]``.
         query_start_loc: first of the kept rows of each request, ``[max_num_reqs + 1]``.
         block_table: ``[max_num_reqs, max_num_blocks]``.
-        all_slots: slots of all rows of the step, ``[max_num_tokens]``.
-        stored: where stored KV lies and goes.
     """
 
     hidden: torch.Tensor
@@ -84,8 +77,26 @@ class Inputs:
     slots: torch.Tensor
     query_start_loc: torch.Tensor
     block_table: torch.Tensor
-    all_slots: torch.Tensor
-    stored: SegmentTables
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A step's ``layers`` as graphs, one a layer, to be run in turn.
+
+    Attributes:
+        hidden, residual: at the step's kept rows, ``[num_kept, hidden_size]``: the output, once the
+            last of the layers has run, until the next step overwrites it.
+    """
+
+    layers: range
+    graphs: list[torch.cuda.CUDAGraph]
+    hidden: torch.Tensor
+    residual: torch.Tensor
+
+    def run(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches a layer, whose stored KV is fused."""
+        self.graphs[index - self.layers.start].replay()
+        return self.hidden, self.residual
 
 
 class AfterCheckGraphs:
@@ -106,15 +117,19 @@ class AfterCheckGraphs:
         self._ahead = ahead
         self._max_rows = MAX_ROWS
         self._inputs: Inputs | None = None
-        self._graphs: OrderedDict[Shape, torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: OrderedDict[Shape, list[torch.cuda.CUDAGraph]] = OrderedDict()
         self._pool: Any = None
-        self._branch = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # of captures: nothing ever runs on it
 
     def __len__(self) -> int:
+        """Shapes that are captured."""
         return len(self._graphs)
 
-    def plan(self, frame: Frame, index: int) -> GraphPlan | None:
-        """What ``run`` can do after the choice at layer ``index``, if it can."""
+    def prepare(
+        self, frame: Frame, index: int, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> Replay | None:
+        """The layers from ``index`` on, where rows were chosen, over the frame's rows; None: run them
+        one by one."""
         attns = [layer.self_attn.attn for layer in self._layers[index:]]
         if (
             frame.step.collected
@@ -122,123 +137,75 @@ class AfterCheckGraphs:
             or not 0 < frame.rows.numel() <= self._max_rows
             or any(index < max(r.settings.check_layers) for r in frame.step.blended)
             or not frame.share_tables(attns)
+            # a rotary module with rules of its own may ask the device for something
             or not all(attn.impl.fuses_segments for attn in attns)
         ):
             return None
-        segments = frame.segments()
-        if segments is None or len(segments) > MAX_SEGMENTS:
-            return None
-        return GraphPlan(range(index, len(self._layers) - 1), segments)
-
-    def run(
-        self, frame: Frame, plan: GraphPlan, hidden: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layers' output and residual at the frame's rows, until the next run overwrites them.
-
-        Stored KV is in the paged cache then, in these layers and all later ones.
-        """
-        attn = self._layers[plan.layers[0]].self_attn.attn
-        metadata = frame.describe(attn)
+        metadata = frame.describe(attns[0])
         if self._inputs is None:
             self._inputs = self._make_inputs(hidden, metadata)
-        inputs, num_rows, num_reqs = self._inputs, frame.rows.numel(), len(metadata.block_table)
+        num_rows, num_reqs = frame.rows.numel(), len(metadata.block_table)
         shape = Shape(
-            plan.layers,
+            range(index, len(self._layers) - 1),
             _padded(num_rows),
             next(n for n in self._req_steps if num_reqs <= n),
-            ALL_PROGRAMS if all(s.on_gpu for s in plan.segments) else HOST_PROGRAMS,
-            attn.kv_cache.data_ptr(),
+            attns[0].kv_cache.data_ptr(),
         )
         if self._ahead:
             self._ahead = False
-            self._capture_ahead(inputs, shape, metadata, frame.kept_context())
-        self._fill_stored(inputs, plan)
-        self._fill_rows(inputs, shape, frame, attn, metadata, hidden, residual)
-        if shape in self._graphs:
-            self._graphs.move_to_end(shape)
-            self._graphs[shape].replay()
-        else:
-            context = frame.kept_context()
-            self._run_layers(inputs, shape, metadata, context)
-            if self._capture(inputs, shape, metadata, context):
-                logger.info("vllm_blend: captured %s", shape)
-        frame.all_fused()
-        return inputs.hidden[:num_rows], inputs.residual[:num_rows]
-
-    def _run_layers(self, inputs: Inputs, shape: Shape, metadata: Any, context: ForwardContext) -> None:
-        """What a graph holds: the layers, and beside them the branch that writes stored KV.
-
-        The layers' outputs take the place of their inputs.
-        """
-        main = torch.cuda.current_stream()
-        self._branch.wait_stream(main)
-        written = []
-        with torch.cuda.stream(self._branch):
-            for index in range(shape.layers[0], len(self._layers)):
-                attn = self._layers[index].self_attn.attn
-                stored = StoredSegments(inputs.stored, index, inputs.all_slots, shape.num_programs)
-                attn.impl.fuse_segments(attn.kv_cache, stored)
-                written.append(self._branch.record_event())
-
-        rows = slice(shape.num_rows)
-        first = self._layers[shape.layers[0]].self_attn.attn
-        metadata = first.impl.at(
-            metadata,
-            inputs.last_keys[rows],
-            inputs.query_start_loc[: shape.num_reqs + 1],
-            inputs.block_table[: shape.num_reqs],
+            self._capture_ahead(self._inputs, shape, metadata, frame.kept_context())
+        if shape not in self._graphs:
+            if shape.num_rows > self._max_rows:
+                return None
+            gc.collect()
+            if not self._capture(self._inputs, shape, metadata, frame.kept_context()):
+                return None
+            logger.info("vllm_blend: captured %s", shape)
+        self._graphs.move_to_end(shape)
+        self._fill(self._inputs, shape, frame, metadata, hidden, residual)
+        rows = slice(num_rows)
+        return Replay(
+            shape.layers, self._graphs[shape], self._inputs.hidden[rows], self._inputs.residual[rows]
         )
-        metadata.fusion = Fusion(
-            Status.AFTER_CHECK, None, inputs.positions[rows], inputs.slots[rows], None
-        )
-        hidden, residual = inputs.hidden[rows], inputs.residual[rows]
-        for index, event in zip(shape.layers, written, strict=False):
-            layer = self._layers[index]
-            name = layer.self_attn.attn.layer_name
-            context.attn_metadata[name] = metadata
-            context.slot_mapping[name] = inputs.slots[rows]
-            main.wait_event(event)
-            with override_forward_context(context):
-                hidden, residual = layer(inputs.positions[rows], hidden, residual)
-        main.wait_event(written[-1])
-        inputs.hidden[rows].copy_(hidden)
-        inputs.residual[rows].copy_(residual)
 
     def _capture_ahead(
         self, inputs: Inputs, shape: Shape, metadata: Any, context: ForwardContext
     ) -> None:
         """Captures ``shape`` at every number of rows, with few requests and with some."""
         start = time.perf_counter()
-        inputs.slots.fill_(-1)  # nothing is written,
-        inputs.query_start_loc.zero_()  # and nothing read
-        inputs.stored.fill([], [])
+        gc.collect()
         most = _padded(min(self._max_num_tokens, MAX_ROWS))
         row_steps = [n for n in ROW_STEPS if n <= most]
         for num_rows in reversed(row_steps):  # the later ones fit in the first one's memory
             for num_reqs in self._req_steps[:2]:
                 other = replace(shape, num_rows=num_rows, num_reqs=num_reqs)
-                self._run_layers(inputs, other, metadata, context)
                 if not self._capture(inputs, other, metadata, context):
                     break  # there may be room for fewer rows
         logger.info(
-            "vllm_blend: captured %d graphs of layers %d to %d in %.1f s",
-            len(self._graphs),
+            "vllm_blend: captured layers %d to %d as CUDA graphs for %d shapes in %.1f s",
             shape.layers[0],
             shape.layers[-1],
+            len(self._graphs),
             time.perf_counter() - start,
         )
 
     def _capture(self, inputs: Inputs, shape: Shape, metadata: Any, context: ForwardContext) -> bool:
-        """Captures the layers, which must have run once: that compiles the kernels they need."""
+        """Captures the layers for ``shape``, all or none; returns whether there was room.
+
+        They run once before that, which compiles the kernels they need. What ``inputs`` held is lost.
+        """
+        inputs.slots.fill_(-1)  # nothing is written,
+        inputs.query_start_loc.zero_()  # and nothing read
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graphs: list[torch.cuda.CUDAGraph] = []
         try:
-            # thread_local: other threads may load KV meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._run_layers(inputs, shape, metadata, context)
+            self._run_layers(inputs, shape, metadata, context, nullcontext)
+            torch.cuda.synchronize()  # as torch.cuda.graph does, but once for all layers
+            torch.cuda.empty_cache()
+            with torch.cuda.stream(self._stream):
+                self._run_layers(inputs, shape, metadata, context, lambda: self._capturing(graphs))
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # torch leaves the capture's behind
             self._max_rows = max((n for n in ROW_STEPS if n < shape.num_rows), default=0)
             logger.warning(
                 "vllm_blend: no CUDA graph for %d rows, so blends that recompute more than %d run "
@@ -248,10 +215,59 @@ class AfterCheckGraphs:
                 error,
             )
             return False
-        self._graphs[shape] = graph
+        self._graphs[shape] = graphs
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return True
+
+    @contextmanager
+    def _capturing(self, graphs: list[torch.cuda.CUDAGraph]) -> Iterator[None]:
+        """Captures what is launched while it lasts, as one graph more."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may load KV meanwhile
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+        graphs.append(graph)
+
+    def _run_layers(
+        self,
+        inputs: Inputs,
+        shape: Shape,
+        metadata: Any,
+        context: ForwardContext,
+        each: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """What graphs hold, a layer within one ``each()``.
+
+        A layer's output is the next one's input as it is, so captures must follow one another: memory
+        that a tensor here leaves is used again, by those behind it and by other shapes. The layers
+        themselves overwrite ``hidden`` and ``residual``.
+        """
+        rows = slice(shape.num_rows)
+        hidden, residual = inputs.hidden[rows], inputs.residual[rows]
+        positions, slots = inputs.positions[rows], inputs.slots[rows]
+        for index in shape.layers:
+            layer = self._layers[index]
+            attn = layer.self_attn.attn
+            with each():
+                if index == shape.layers[0]:
+                    metadata = attn.impl.at(
+                        metadata,
+                        inputs.last_keys[rows],
+                        inputs.query_start_loc[: shape.num_reqs + 1],
+                        inputs.block_table[: shape.num_reqs],
+                    )
+                    metadata.fusion = Fusion(Status.AFTER_CHECK, None, positions, slots, None)
+                context.attn_metadata[attn.layer_name] = metadata
+                context.slot_mapping[attn.layer_name] = slots
+                with override_forward_context(context):
+                    hidden, residual = layer(positions, hidden, residual)
+                if index == shape.layers[-1]:
+                    inputs.hidden[rows].copy_(hidden)
+                    inputs.residual[rows].copy_(residual)
 
     def _make_inputs(self, hidden: torch.Tensor, metadata: Any) -> Inputs:
         def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -266,39 +282,28 @@ class AfterCheckGraphs:
             slots=zeros(MAX_ROWS, dtype=torch.int64),
             query_start_loc=zeros(max_reqs + 1, dtype=torch.int32),
             block_table=zeros(max_reqs, metadata.block_table.shape[1], dtype=torch.int32),
-            all_slots=zeros(self._max_num_tokens, dtype=torch.int64),
-            stored=SegmentTables(MAX_SEGMENTS, self._max_num_tokens, len(self._layers), hidden.device),
         )
 
-    def _fill_stored(self, inputs: Inputs, plan: GraphPlan) -> None:
-        if plan.segments:
-            inputs.stored.fill(*tabulated(plan.segments))
-        else:
-            inputs.stored.fill([], [])
-
-    def _fill_rows(
+    def _fill(
         self,
         inputs: Inputs,
         shape: Shape,
         frame: Frame,
-        attn: Any,
         metadata: Any,
         hidden: torch.Tensor,
         residual: torch.Tensor,
     ) -> None:
         """Copies a step to the fixed tensors; what pads it writes no KV and sees no keys."""
         num_rows, num_reqs = frame.rows.numel(), len(metadata.block_table)
-        slots, kept_slots = frame.slots(attn)
         inputs.hidden[:num_rows].copy_(hidden)
         inputs.residual[:num_rows].copy_(residual)
         inputs.positions[:num_rows].copy_(frame.positions)
         inputs.last_keys[:num_rows].copy_(metadata.positions)
-        inputs.slots[:num_rows].copy_(kept_slots)
+        inputs.slots[:num_rows].copy_(frame.kept_slots(self._layers[shape.layers[0]].self_attn.attn))
         inputs.slots[num_rows : shape.num_rows].fill_(-1)
         inputs.query_start_loc[: num_reqs + 1].copy_(metadata.query_start_loc)
         inputs.query_start_loc[num_reqs + 1 : shape.num_reqs + 1].fill_(num_rows)
         inputs.block_table[:num_reqs].copy_(metadata.block_table)
-        inputs.all_slots[: len(slots)].copy_(slots)
 
 
 def _padded(num_rows: int) -> int:

@@ -1,26 +1,93 @@
-"""Stored KV on the step's device, layer by layer; KV in host memory is read ahead of its use."""
+"""Stored KV on the step's device, layer by layer.
+
+What a kernel can read where it lies, in the GPU's own memory, stays there. All other KV (in pinned or
+pageable memory, on its way from a disk, kept in fp8) is copied through a ring of AHEAD buffers in the
+GPU's memory, on a stream of its own beside the layers' compute. Copy engines do that from host memory:
+they take no multiprocessor from the layers.
+
+Who waits for whom, always on the GPU and by events, never the host:
+
+    copies of a layer     for `done` of the layer whose buffer they overwrite
+    readers of a layer    for its copies
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from vllm_blend.core import BlendStep, StepRequest, StoredKV
+from vllm_blend.core import WIDEST_LOAD, BlendStep, StepRequest, StoredKV, behind_one_another
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import StageClock
 
 AHEAD = 3
-"""Layers of host KV that are on the device at once: one in use, one ready, one on its way."""
+"""Buffers of the ring: one in use, one ready, one on its way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Consecutive stored tokens of a step.
+
+    Attributes:
+        kv: what they are a part of: its tokens ``[start, end)``.
+        position: of the first one in its prompt.
+        row: of the first one in the step.
+        addresses: of the first K and the first V of each layer on the GPU, ``[num_layers, 2]`` int64.
+        places: K and V in each buffer of the ring, ``[2, num_tokens, num_kv_heads, head_size]``; none
+            where they are read where they lie.
+    """
+
+    kv: StoredKV
+    start: int
+    end: int
+    position: int
+    row: int
+    addresses: torch.Tensor
+    places: tuple[torch.Tensor, ...] = ()
+
+    def at(self, layer: int) -> LayerKV:
+        """Its K and V on the GPU, ``[num_tokens, num_kv_heads, head_size]``; not copied."""
+        k, v = self.places[layer % AHEAD] if self.places else self._source(layer)
+        return k, v
+
+    def copy(self, layer: int) -> None:
+        """Launches the copies of a layer to its buffer; waits for KV that comes late."""
+        place = self.places[layer % AHEAD]
+        k, v = self._source(layer)
+        if (both := joined(k, v)) is not None:
+            _copy(place, both)
+        else:
+            _copy(place[0], k)
+            _copy(place[1], v)
+
+    def _source(self, layer: int) -> LayerKV:
+        k, v = self.kv.layers[layer]
+        if (self.start, self.end) == (0, len(k)):
+            return k, v
+        return k[self.start : self.end], v[self.start : self.end]
+
+
+def joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """K and V as one tensor, ``[2, ...]``, where V lies right behind K in the same memory."""
+    if (
+        k.is_contiguous()
+        and v.is_contiguous()
+        and k.dtype == v.dtype
+        and k.data_ptr() + k.nbytes == v.data_ptr()
+        and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    ):
+        return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
+    return None
 
 
 class StoredLayers:
     """Stored KV of a step's requests.
 
-    KV on the device is handed out as it is. KV in host memory goes through a ring of AHEAD buffers on a
-    stream of its own, beside the layers' compute; from pinned memory the host does not wait for it. Of
-    KV that is still being loaded to host memory, only the layer that is needed is waited for.
+    On a CPU it is handed out as it is. Of KV that is still being loaded to host memory, only the layer
+    that is needed is waited for. From pinned memory the host waits for no copy.
 
     Args:
         requests: those with stored KV in this step.
@@ -38,69 +105,107 @@ class StoredLayers:
         first_layer: int,
         clock: StageClock,
     ) -> None:
-        self._clock = clock
-        self._on_host = [r for r in requests if device.type == "cuda" and _on_host(r, first_layer)]
-        self._num_layers = num_layers
-        self._next = first_layer
-        if not self._on_host:
+        self._clock, self._device, self._num_layers = clock, device, num_layers
+        self._windows: dict[StepRequest, list[Window]] = {}
+        self._on_ring: list[Window] = []
+        self._next = first_layer  # to be copied
+        if not requests or not _reads_ahead(device):
             return
-        rows = sum(r.chunk_rows.numel() for r in self._on_host)
-        example = self._on_host[0].windows[0][0].kv.described[first_layer][0]
-        size = (AHEAD, 2, rows, *example.shape[1:])
-        self._ring = torch.empty(size, dtype=example.dtype, device=device)
+        self._example = requests[0].windows[0][0].kv.described[first_layer][0]
+        self._lay_out(requests)
+        if not self._on_ring:
+            return
         self._stream = _copy_stream(device)
         self._ring.record_stream(self._stream)  # what was read ahead may never be asked for
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the buffers may be in use yet
         self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
+        self._done = [torch.cuda.Event() for _ in range(AHEAD)]  # nobody waits for one not recorded
         if self._has(first_layer):
             self._read(first_layer, first_layer + 1)
 
-    def read_ahead(self, layer: int) -> None:
-        """Starts to read ``layer`` and those after it, into the buffers of layers before it."""
-        if self._on_host:
-            self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
+    def read(self, layer: int) -> None:
+        """Lets the current stream wait for ``layer``, and starts to read those after it."""
+        if self._on_ring:
             self._read(layer, layer + AHEAD)
+            self._wait(layer)
+
+    def segments(self, requests: Sequence[StepRequest]) -> list[Window] | None:
+        """All that they have stored, to be read with loads as wide as they come; None: no GPU can."""
+        if not self._windows or self._example.shape[-1] * self._example.element_size() % WIDEST_LOAD:
+            return None
+        return [window for request in requests for window in self._windows[request]]
 
     def old_kv(self, request: StepRequest, layer: int) -> LayerKV:
-        """K and V of the request's ``chunk_rows``; of the first layer, or one that is read ahead."""
-        if request not in self._on_host:
+        """K and V of the request's ``chunk_rows``; of the first layer, or one that is read ahead.
+
+        To be read on the current stream, and before the layer is ``done``.
+        """
+        windows = self._windows.get(request)
+        if windows is None:
             with self._clock.stage("load"):
                 k, v = request.old_kv(layer)
-                device = request.device
-                return k.to(device), v.to(device)
-        if layer >= self._next:
+                return k.to(request.device), v.to(request.device)
+        if self._on_ring:
             self._read(layer, layer + 1)
-        torch.cuda.current_stream(request.device).wait_event(self._ready[layer % AHEAD])
-        start = 0
-        for other in self._on_host:
-            end = start + other.chunk_rows.numel()
-            if other is request:
-                k, v = self._ring[layer % AHEAD, :, start:end]
-                return k, v
-            start = end
-        raise AssertionError("unreachable")
+            self._wait(layer)
+        return behind_one_another([window.at(layer) for window in windows])
+
+    def done(self, layer: int) -> None:
+        """To be called once all that reads ``layer`` is launched: its buffer is free after that."""
+        if self._on_ring:
+            self._done[layer % AHEAD].record(torch.cuda.current_stream(self._device))
+
+    def _lay_out(self, requests: Sequence[StepRequest]) -> None:
+        """Finds each window's place: where it lies, or in the ring."""
+        found = [(request, *window) for request in requests for window in request.windows]
+        lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
+        rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
+        # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
+        size = (AHEAD, 2 * rows, *self._example.shape[1:])
+        self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
+        row = 0
+        for (request, span, lo, hi), at in zip(found, lies_at, strict=True):
+            places: tuple[torch.Tensor, ...] = ()
+            if at is None:
+                part = self._ring[:, row : row + 2 * (hi - lo)]
+                places = tuple(part.unflatten(1, (2, hi - lo)))
+                row += 2 * (hi - lo)
+                buffers = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in places])
+                at = buffers[torch.arange(self._num_layers) % AHEAD]
+            window = Window(
+                span.kv,
+                start=lo - span.start,
+                end=hi - span.start,
+                position=lo,
+                row=request.row + lo - request.position,
+                addresses=at,
+                places=places,
+            )
+            self._windows.setdefault(request, []).append(window)
+            if places:
+                self._on_ring.append(window)
 
     def _has(self, layer: int) -> bool:
-        """Whether a layer is in host memory."""
-        return all(span.kv.has(layer) for r in self._on_host for span, _, _ in r.windows)
+        """Whether a layer is there to be copied."""
+        return all(window.kv.has(layer) for window in self._on_ring)
 
     def _read(self, first: int, end: int) -> None:
         """Reads ``first``, and of those behind it up to ``end`` the ones that are there."""
-        end = min(end, self._num_layers)
-        with torch.cuda.stream(self._stream), self._clock.stage("load"):
-            for layer in range(max(self._next, first), end):
-                if layer > first and not self._has(layer):
-                    return
-                row = 0
-                for request in self._on_host:
-                    for span, lo, hi in request.windows:
-                        stored = slice(lo - span.start, hi - span.start)
-                        target = self._ring[layer % AHEAD, :, row : row + hi - lo]
-                        for part, source in zip(target, span.kv.layers[layer], strict=True):
-                            part.copy_(source[stored], non_blocking=True)
-                        row += hi - lo
+        for layer in range(max(self._next, first), min(end, self._num_layers)):
+            if layer > first and not self._has(layer):
+                return
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._done[layer % AHEAD])
+                with self._clock.stage("load"):
+                    for window in self._on_ring:
+                        window.copy(layer)
                 self._ready[layer % AHEAD].record(self._stream)
-                self._next = layer + 1
+            self._next = layer + 1
+
+    def _wait(self, layer: int) -> None:
+        """Lets the current stream wait for the copies of a layer."""
+        assert self._next - AHEAD <= layer < self._next, f"layer {layer} is not in the ring"
+        torch.cuda.current_stream(self._device).wait_event(self._ready[layer % AHEAD])
 
 
 class InFlight:
@@ -128,8 +233,12 @@ class InFlight:
             self._kv.popleft()
 
 
-def _on_host(request: StepRequest, layer: int) -> bool:
-    return any(span.kv.described[layer][0].device.type == "cpu" for span, _, _ in request.windows)
+def _reads_ahead(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -33,7 +33,7 @@ from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.mail import News
 
 if TYPE_CHECKING:
-    from vllm_blend.models.graph import AfterCheckGraphs
+    from vllm_blend.models.graph import AfterCheckGraphs, Replay
 
 
 class BlendModel(torch.nn.Module):
@@ -109,35 +109,33 @@ class BlendModel(torch.nn.Module):
         output = torch.zeros_like(hidden)
         residual: torch.Tensor | None = None
         frame = Frame(step, positions, get_forward_context(), len(self.layers))
-        done = range(0)  # layers that a CUDA graph did
+        replay: Replay | None = None
 
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer)):
-            if index in done:
-                continue
-            status = frame.status(index)
+            attn, status, fusion = layer.self_attn.attn, frame.status(index), None
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
                 with frame.clock.stage("select"):
                     take = choose(frame, index, self.layers, hidden, residual)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
-                if self.graphs is not None and (plan := self.graphs.plan(frame, index)):
-                    hidden, residual = self.graphs.run(frame, plan, hidden, residual)
-                    done = plan.layers
-                    continue
-            attn, fusion = layer.self_attn.attn, None
+                if self.graphs is not None:
+                    replay = self.graphs.prepare(frame, index, hidden, residual)
             if status >= Status.CHECK:
                 fusion = frame.fusion(index, attn, status, self.cache_fuse_metadata)
                 if index == self.end_layer - 1:
                     assert residual is not None
                     take = keep_kv_only(frame, layer, hidden, residual)
                     hidden, residual = hidden[take], residual[take]
-            if not frame.rows.numel():  # a window of chunked prefill may hold reused tokens alone
-                with frame.clock.stage("fuse"):
-                    attn.impl.fuse(attn, attn.kv_cache, fusion)
-                continue
-            with frame.context(attn, fusion), collecting(frame, index, layer.self_attn):
-                hidden, residual = layer(frame.positions, hidden, residual)
+            if fusion is not None and replay is not None and index in replay.layers:
+                frame.fuse(attn, fusion)
+                hidden, residual = replay.run(index)
+            elif frame.rows.numel():
+                with frame.context(attn, fusion), collecting(frame, index, layer.self_attn):
+                    hidden, residual = layer(frame.positions, hidden, residual)
+            elif fusion is not None:  # a window of chunked prefill may hold reused tokens alone
+                frame.fuse(attn, fusion)
+            frame.stored.done(index)
 
         if frame.rows.numel():
             hidden, _ = self.norm(hidden, residual)

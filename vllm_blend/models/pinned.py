@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads in place, for a server's chunks."""
+"""Host memory that a GPU copies from while the host goes on, for a server's chunks."""
 
 from __future__ import annotations
 

@@ -128,12 +128,12 @@ def attention_ahead(view: View) -> torch.Tensor | None:
     for index in range(view.index, len(view.layers)):
         layer = view.layers[index]
         attn = layer.self_attn.attn
-        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None, in_place=False)
-        assert isinstance(fusion.old_kv, tuple)
-        k = fusion.old_kv[0]
+        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
+        k = frame.stored.old_kv(view.request, index)[0]
         k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
         with frame.context(attn, fusion), watching(attn, view.num_asked, k, total):
             hidden, residual = layer(frame.positions, hidden, residual)
+        frame.stored.done(index)
     view.frame.fused.add(view.request)
     return total[view.chunk_index]
 
