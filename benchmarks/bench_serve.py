@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=100, help="in the corpus (100)")
     parser.add_argument("--chunks", type=int, default=6, help="documents a request (6)")
     parser.add_argument("--output-tokens", type=int, default=16, help="a request (16)")
-    parser.add_argument("--ratio", type=float, default=0.16, help="recomp_ratio (0.16)")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.16], help="recomp_ratio, in turns (0.16)"
+    )
     parser.add_argument("--ram-gb", type=float, default=8, help="for chunks' KV (8)")
     parser.add_argument("--server-args", help="for both servers (default: --dtype, --max-model-len)")
     options = parser.parse_args()
@@ -89,13 +91,15 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     server_args = options.server_args or server_args
     corpus = documents(options.documents, options.chunk_tokens, pathlib.Path(model))
     prompts = trace(corpus, options.requests, options.chunks)
-    settings = {"recomp_ratio": options.ratio, "ram_gb": options.ram_gb, "log_requests": False}
+    settings = {"ram_gb": options.ram_gb, "log_requests": False}
     config = json.dumps({"vllm_blend": settings})
     path = {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
-    servers: dict[str, tuple[str, list[str], dict[str, str]]] = {
-        "stock": ("stock", [], {"VLLM_PLUGINS": ""}),
-        "blend": (f"blend {options.ratio:.0%}", ["--additional-config", config], path),
+    servers: dict[str, tuple[list[str], dict[str, str]]] = {
+        "stock": ([], {"VLLM_PLUGINS": ""}),
+        "blend": (["--additional-config", config], path),
     }
+    contenders: list[tuple[str, str, float | None]] = [("stock", "stock", None)]
+    contenders += [(f"blend {ratio:.0%}", "blend", ratio) for ratio in options.ratios]
     rows, results, num_tokens = [], [], 0.0
     loads = {"one by one": ["--max-concurrency", "1"]}
     loads |= {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
@@ -104,7 +108,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         kinds = [options.only] if options.only else list(servers)
         up = {}
         for kind in kinds:
-            _, arguments, environment = servers[kind]
+            arguments, environment = servers[kind]
             log = log_of(kind, options.metrics)
             started = server(model, [*server_args.split(), *arguments], environment, log)
             up[kind] = stack.enter_context(started)
@@ -112,19 +116,20 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         if "blend" in urls:
             warm(urls["blend"], model, corpus)
         for load, limits in loads.items():
-            for kind, url in urls.items():
-                name = servers[kind][0]
+            for name, kind, ratio in contenders:
+                if kind not in urls:
+                    continue
+                url = urls[kind]
                 sent = [p if kind == "blend" else p.replace(SEPARATOR, "") for p in prompts]
                 reset_prefix_cache(url)
                 clock = sm_clock()
-                found = run_client(url, model, sent, limits, options.output_tokens)
+                found = run_client(url, model, sent, limits, options.output_tokens, ratio)
                 clocks = f", SM clock {clock} and {sm_clock()} MHz" if clock else ""
                 print(f"{name}, {load}: {found['duration']:.0f} s{clocks}", flush=True)
                 if options.metrics is not None:
                     text = get(f"{url}/metrics")
-                    (options.metrics / f"{kind}-{load.split('/')[0].replace(' ', '-')}").write_text(
-                        text
-                    )
+                    file = f"{name}-{load.split('/')[0]}".replace(" ", "-")
+                    (options.metrics / file).write_text(text)
                 num_tokens = found["total_input_tokens"] / options.requests
                 figures = {
                     "ttft_p50_ms": found["median_ttft_ms"],
@@ -310,9 +315,14 @@ def warm(url: str, model: str, corpus: list[str]) -> None:
 
 
 def run_client(
-    url: str, model: str, prompts: list[str], limits: list[str], output_tokens: int
+    url: str,
+    model: str,
+    prompts: list[str],
+    limits: list[str],
+    output_tokens: int,
+    ratio: float | None,
 ) -> dict[str, Any]:
-    """vLLM's ``bench serve`` on the prompts; its result."""
+    """vLLM's ``bench serve`` on the prompts, blended at ``ratio`` if there is one; its result."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.jsonl"
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -321,6 +331,9 @@ def run_client(
         command += ["--skip-chat-template", "--custom-output-len", str(output_tokens), "--ignore-eos"]
         command += ["--num-prompts", str(len(prompts)), "--save-result", "--result-dir", folder]
         command += ["--result-filename", "result.json", "--temperature", "0", *limits]
+        if ratio is not None:
+            blend = {"blend": json.dumps({"recomp_ratio": ratio})}
+            command += ["--extra-body", json.dumps({"vllm_xargs": blend})]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads((pathlib.Path(folder) / "result.json").read_text())
     return found
