@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.server.match import WINDOW, SequenceIndex
+from vllm_blend.server.match import WINDOW, SequenceIndex, Windows
 
 tokens = st.lists(st.integers(0, 3), min_size=0, max_size=90)
 
@@ -35,8 +35,8 @@ def test_runs_are_known_tokens_and_none_that_is_long_enough_is_missed(
     prompt = sum(pieces, [])
     index = SequenceIndex(max_tokens=10**6)
     for number, sequence in enumerate(known):
-        index.add(number, sequence)
-    runs = index.find(prompt)
+        index.add(number, Windows.of(sequence))
+    runs = index.find(Windows.of(prompt))
     end = 0
     for run in runs:
         assert run.start >= end
@@ -55,36 +55,35 @@ def test_runs_are_known_tokens_and_none_that_is_long_enough_is_missed(
 def test_a_run_is_as_long_as_it_can_be() -> None:
     known = list(range(100, 200))
     index = SequenceIndex(max_tokens=1000)
-    index.add("a", known)
+    index.add("a", Windows.of(known))
     prompt = [1, 2, *known[7:93], 3, *known]
-    runs = index.find(prompt)
+    runs = index.find(Windows.of(prompt))
     assert [(run.start, run.end, run.offset) for run in runs] == [(2, 88, 7), (89, 189, 0)]
-    assert [run.end - run.start for run in index.find(prompt, min_tokens=90)] == [100]
+    assert [run.end - run.start for run in index.find(Windows.of(prompt), min_tokens=90)] == [100]
 
 
 def test_the_same_hash_is_not_the_same_tokens() -> None:
     index = SequenceIndex(max_tokens=1000)
-    index.add("a", list(range(WINDOW)))
+    index.add("a", Windows.of(range(WINDOW)))
     (value,) = index._windows
     other = list(range(50, 50 + WINDOW))
-    index._windows = {int(v): ("a", 0) for v in _hashes(other)} | {value: ("a", 0)}
-    assert index.find(other) == []
+    windows = Windows.of(other)
+    index._windows = {int(v): ("a", 0) for v in windows.hashes} | {value: ("a", 0)}
+    assert index.find(windows) == []
 
 
-def _hashes(sequence: list[int]) -> list[int]:
-    import numpy as np
-
-    from vllm_blend.server.match import window_hashes
-
-    found: list[int] = window_hashes(np.asarray(sequence, dtype=np.int32)).tolist()
-    return found
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_a_prompts_head_has_the_windows_of_its_tokens(num_tokens: int, count: int) -> None:
+    head, alone = Windows.of(range(num_tokens)).head(count), Windows.of(range(min(count, num_tokens)))
+    assert head.tokens.tolist() == alone.tokens.tolist()
+    assert head.hashes.tolist() == alone.hashes.tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(16, 60)), max_size=20))
 def test_the_oldest_go_first_and_leave_nothing_behind(adds: list[tuple[int, int]]) -> None:
     index = SequenceIndex(max_tokens=100)
     for key, length in adds:
-        index.add(key, [key * 1000 + at for at in range(length)])
+        index.add(key, Windows.of([key * 1000 + at for at in range(length)]))
         assert index.num_tokens <= 100
     for key in list(index._sequences):
         index.remove(key)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
-from vllm_blend.server.match import Run, SequenceIndex
+from vllm_blend.server.match import Run, SequenceIndex, Windows
 
 
 def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
@@ -72,9 +72,9 @@ class KnownChunks:
         self._chunks.move_to_end(key)
         return key
 
-    def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[Run]:
+    def find(self, tenant: str, prompt: Windows, min_tokens: int) -> list[Run]:
         """Known chunks, or parts of them, in a prompt."""
-        runs = self._indexes[tenant].find(token_ids, min_tokens) if tenant in self._indexes else []
+        runs = self._indexes[tenant].find(prompt, min_tokens) if tenant in self._indexes else []
         for run in runs:
             assert isinstance(run.key, bytes)
             self._chunks.move_to_end(run.key)
@@ -118,7 +118,7 @@ class KnownChunks:
         self._chunks[key] = chunk
         # what is in it is bounded by max_tokens already
         index = self._indexes.setdefault(chunk.tenant, SequenceIndex(max_tokens=2**62))
-        index.add(key, chunk.token_ids)
+        index.add(key, Windows.of(chunk.token_ids))
 
     def cancel(self, key: ChunkKey) -> None:
         """The chunk does not come after all; part of it may be there."""

@@ -18,7 +18,7 @@ from vllm_blend.core import ChunkIds, ChunkKey
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 from vllm_blend.server.mail import Orders, Place
-from vllm_blend.server.match import SequenceIndex
+from vllm_blend.server.match import SequenceIndex, Windows
 from vllm_blend.server.pace import Pace
 from vllm_blend.server.wire import BlendRequest
 from vllm_blend.store.controller import Decision, Located
@@ -169,14 +169,15 @@ class Fetches:
         if tenant not in self._below:
             return []
         index = self._index(tenant)
-        found = {run.key: index.tokens(run.key) for run in index.find(token_ids, min_tokens)}
+        runs = index.find(Windows.of(token_ids), min_tokens)
+        found = {run.key: index.tokens(run.key) for run in runs}
         return [ids for ids in found.values() if self._chunks.get(tenant, ids) is None]
 
     def _evicted(self, key: ChunkKey, chunk: ChunkIds) -> None:
         self._note(key, chunk.tenant, chunk.token_ids)
 
     def _note(self, key: ChunkKey, tenant: str, token_ids: Sequence[int]) -> None:
-        self._index(tenant).add(key, token_ids)
+        self._index(tenant).add(key, Windows.of(token_ids))
 
     def _index(self, tenant: str) -> SequenceIndex:
         """A tenant's chunks that are not in memory; those of tenants that were not seen for long go."""

@@ -7,7 +7,7 @@ from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.fetches import Fetches
-from vllm_blend.server.match import SequenceIndex
+from vllm_blend.server.match import SequenceIndex, Windows
 from vllm_blend.server.wire import BlendRequest
 
 LEARNED_TOKENS = 64
@@ -51,14 +51,15 @@ class Lookup:
                 missed += 1
                 self.miss(tenant, tokens[start:end])
         if wish.auto:
-            spans += self._find(tenant, tokens, spans)
-            self._learn(tenant, tokens, spans)
+            windows = Windows.of(tokens)
+            spans += self._find(tenant, windows, spans)
+            self._learn(tenant, tokens, windows, spans)
         return sorted(spans, key=lambda span: span.start), missed
 
-    def _find(self, tenant: str, tokens: TokenIds, taken: list[KeyedSpan]) -> list[KeyedSpan]:
+    def _find(self, tenant: str, windows: Windows, taken: list[KeyedSpan]) -> list[KeyedSpan]:
         """Known chunks in the prompt outside the spans that are taken."""
         # the last token's logits start the answer: it is always computed
-        runs = self._chunks.find(tenant, tokens[:-1], self._min_tokens)
+        runs = self._chunks.find(tenant, windows.head(len(windows.tokens) - 1), self._min_tokens)
         return [
             KeyedSpan(run.start, run.end, run.key, run.offset)
             for run in runs
@@ -73,13 +74,14 @@ class Lookup:
         else:
             self._fetches.ask(tenant, token_ids)
 
-    def _learn(self, tenant: str, tokens: TokenIds, spans: list[KeyedSpan]) -> None:
+    def _learn(self, tenant: str, tokens: TokenIds, windows: Windows, spans: list[KeyedSpan]) -> None:
         """Text of earlier prompts that comes back behind other text becomes a chunk."""
         # a chunk that is too short to be found would be learned again and again
-        for run in self._recent.find(tokens[:-1], max(LEARNED_TOKENS, self._min_tokens)):
+        known = windows.head(len(tokens) - 1)
+        for run in self._recent.find(known, max(LEARNED_TOKENS, self._min_tokens)):
             covered = any(run.start < span.end and span.start < run.end for span in spans)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:
                 self.miss(tenant, tokens[run.start : run.end])
         self._num_seen += 1
-        self._recent.add((tenant, self._num_seen), tokens)
+        self._recent.add((tenant, self._num_seen), windows)

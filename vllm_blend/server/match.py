@@ -18,6 +18,9 @@ import numpy as np
 WINDOW = 16
 """Tokens a window; the shortest run that is found for certain has ``2 * WINDOW - 1``."""
 
+_AT_ONCE = 64
+"""Hashes that are looked up before the next ones are: most positions lie in a run that is found."""
+
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd; 2**64 / golden ratio
 _POWERS = np.cumprod(np.full(WINDOW, _BASE, dtype=np.uint64))[::-1].copy()
 
@@ -30,6 +33,28 @@ class Run:
     end: int
     key: Hashable
     offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A prompt's tokens, hashed once for all indexes that are asked for it.
+
+    Attributes:
+        tokens: ``[num_tokens]`` int32.
+        hashes: of ``tokens[i : i + WINDOW]`` for every ``i``, uint64; none where there is no window.
+    """
+
+    tokens: np.ndarray
+    hashes: np.ndarray
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> Windows:
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        return cls(tokens, window_hashes(tokens))
+
+    def head(self, num_tokens: int) -> Windows:
+        """Of the first tokens alone; not copied."""
+        return Windows(self.tokens[:num_tokens], self.hashes[: max(0, num_tokens - WINDOW + 1)])
 
 
 class SequenceIndex:
@@ -51,19 +76,19 @@ class SequenceIndex:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def add(self, key: Hashable, token_ids: Sequence[int]) -> None:
+    def add(self, key: Hashable, windows: Windows) -> None:
         """Makes a sequence known; one shorter than a window, or longer than all, is not kept."""
         if key in self._sequences:
             self._sequences.move_to_end(key)
             return
-        tokens = np.asarray(token_ids, dtype=np.int32)
+        tokens = windows.tokens
         if not WINDOW <= len(tokens) <= self.max_tokens:
             return
         while self.num_tokens + len(tokens) > self.max_tokens:
             self.remove(next(iter(self._sequences)))
         self._sequences[key] = tokens
         self.num_tokens += len(tokens)
-        for index, value in enumerate(window_hashes(tokens)[::WINDOW].tolist()):
+        for index, value in enumerate(windows.hashes[::WINDOW].tolist()):
             self._windows.setdefault(value, (key, index * WINDOW))
 
     def tokens(self, key: Hashable) -> tuple[int, ...]:
@@ -80,35 +105,39 @@ class SequenceIndex:
             if self._windows.get(value) == (key, index * WINDOW):
                 del self._windows[value]
 
-    def find(self, token_ids: Sequence[int], min_tokens: int = WINDOW) -> list[Run]:
+    def find(self, prompt: Windows, min_tokens: int = WINDOW) -> list[Run]:
         """Runs of known tokens in a prompt, ascending, not overlapping, each as long as it can be.
 
         Args:
-            token_ids: the prompt's.
             min_tokens: shorter runs are left out.
         """
-        tokens = np.asarray(token_ids, dtype=np.int32)
-        if not self._windows or len(tokens) < WINDOW:
-            return []
+        tokens = prompt.tokens
         runs: list[Run] = []
-        done = 0  # tokens before this belong to a run already
-        for position, value in enumerate(window_hashes(tokens).tolist()):
-            if position < done or value not in self._windows:
+        position = done = 0  # tokens before `done` belong to a run already
+        while self._windows and position < len(prompt.hashes):
+            values = prompt.hashes[position : position + _AT_ONCE].tolist()
+            hit = next((at for at, value in enumerate(values) if value in self._windows), None)
+            if hit is None:
+                position += len(values)
                 continue
-            key, offset = self._windows[value]
+            position += hit
+            key, offset = self._windows[values[hit]]
             known = self._sequences[key]
             back = _common(tokens[done:position][::-1], known[:offset][::-1])
             length = _common(tokens[position:], known[offset:])
             if length < WINDOW or back + length < min_tokens:
-                continue  # another sequence's hash, or too short to be worth it
+                position += 1  # another sequence's hash, or too short to be worth it
+                continue
             runs.append(Run(position - back, position + length, key, offset - back))
             self._sequences.move_to_end(key)
-            done = position + length
+            position = done = position + length
         return runs
 
 
 def window_hashes(tokens: np.ndarray) -> np.ndarray:
-    """Hash of ``tokens[i : i + WINDOW]`` for every ``i``, ``[num_tokens - WINDOW + 1]`` uint64."""
+    """``Windows.hashes`` of int32 tokens."""
+    if len(tokens) < WINDOW:
+        return np.zeros(0, dtype=np.uint64)
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _BASE
     mixed ^= mixed >> np.uint64(29)
     return np.lib.stride_tricks.sliding_window_view(mixed, WINDOW) @ _POWERS
