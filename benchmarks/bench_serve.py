@@ -98,8 +98,6 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         "stock": ([], {"VLLM_PLUGINS": ""}),
         "blend": (["--additional-config", config], path),
     }
-    contenders: list[tuple[str, str, float | None]] = [("stock", "stock", None)]
-    contenders += [(f"blend {ratio:.0%}", "blend", ratio) for ratio in options.ratios]
     rows, results, num_tokens = [], [], 0.0
     loads = {"one by one": ["--max-concurrency", "1"]}
     loads |= {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
@@ -115,10 +113,14 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         urls = {kind: wait_for(kind, process) for kind, process in up.items()}
         if "blend" in urls:
             warm(urls["blend"], model, corpus)
+        contenders: list[tuple[str, str, float | None]] = []
+        for kind in kinds:
+            if kind == "stock":
+                contenders.append(("stock", kind, None))
+            else:
+                contenders += [(f"blend {ratio:.0%}", kind, ratio) for ratio in options.ratios]
         for load, limits in loads.items():
             for name, kind, ratio in contenders:
-                if kind not in urls:
-                    continue
                 url = urls[kind]
                 sent = [p if kind == "blend" else p.replace(SEPARATOR, "") for p in prompts]
                 reset_prefix_cache(url)

@@ -1,8 +1,9 @@
 """Blend attention, one file a vLLM attention backend.
 
-Each file subclasses the stock ``AttentionImpl`` of its backend. The layer loop needs two things of
-it: ``metadata(...)``, which describes the kept rows to the backend once a selection, and the impl's
-``forward``, which writes the stored KV to the paged cache before it attends.
+Each file subclasses the stock ``AttentionImpl`` of its backend. The layer loop needs three things of
+it: ``metadata(...)``, which describes the kept rows to the backend once a selection; ``fuse(...)``,
+which writes a layer's stored KV to the paged cache; and a ``forward`` that does so before it attends.
+Where no layer is called (a CUDA graph replays it), the loop calls ``fuse`` itself.
 """
 
 from __future__ import annotations

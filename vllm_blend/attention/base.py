@@ -63,6 +63,10 @@ class BlendAttention(Protocol):
     fuses_segments: bool
     """Whether stored KV may come as ``StoredSegments``."""
 
+    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
+        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+        ...
+
     @staticmethod
     def metadata(attn: Any, stock: Any, step: BlendStep, rows: torch.Tensor) -> Any:
         """Metadata with which this backend attends from ``rows`` alone.

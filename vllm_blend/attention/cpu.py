@@ -40,25 +40,14 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *rest: Any,
+        **more: Any,
     ) -> torch.Tensor:
         fusion = getattr(attn_metadata, "fusion", None)
         if fusion is not None:
             with fusion.clock.stage("fuse"):
                 self.fuse(layer, kv_cache, fusion)
-        return super().forward(
-            layer,
-            query,
-            key,
-            value,
-            kv_cache,
-            attn_metadata,
-            output,
-            output_scale,
-            output_block_scale,
-        )
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
