@@ -8,7 +8,8 @@ paged cache: with its bottom-right causal mask on the same rows (wrong for them,
 a full prefill. Ops with two implementations, Triton and CUDA C++ where it is built, are timed in both.
 segment_scatter reads KV from GPU memory, and from pinned host memory, where a copy to the device is
 the ceiling. Each time is the median of repeats with the L2 cache flushed between them; attention's
-rate counts the keys that the masks let through. Inputs are random. The last line is one JSON object.
+rate counts the keys that the masks let through, received_attention's the bytes of its keys, once.
+Inputs are random. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import triton
 from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.ops import library
 from vllm_blend.ops.deviation import deviation
+from vllm_blend.ops.received_attention import received_attention
+from vllm_blend.ops.received_attention_kernel import MAX_QUERIES
 from vllm_blend.ops.segment_scatter import SegmentTables, segment_scatter
 from vllm_blend.ops.shift_scatter import shift_scatter
 from vllm_blend.ops.sparse_attention import (
@@ -171,6 +174,23 @@ def flash_attention() -> Any:
     return flash_attn_interface.flash_attn_varlen_func if flash_attn_interface.FA3_AVAILABLE else None
 
 
+def received(num_keys: int, num_heads: int, num_kv_heads: int, head_size: int) -> list[dict[str, Any]]:
+    """Time of what the keys receive of a prompt's last rows' attention; bytes are the keys', once."""
+    key_bytes = 2 * num_keys * num_kv_heads * head_size
+    last_keys = torch.arange(num_keys - MAX_QUERIES, num_keys, device="cuda")
+    scores = torch.zeros(num_keys, device="cuda")
+    calls = []
+    for _ in range(max(2, (256 << 20) // key_bytes)):
+        k, _, block_table = paged_cache(num_keys, num_kv_heads, head_size)
+        query = torch.randn(MAX_QUERIES, num_heads, head_size, device="cuda", dtype=torch.bfloat16)
+        place = (query, k, block_table[0], last_keys, scores)
+        calls.append(partial(received_attention, *place, scale=head_size**-0.5))
+    ms = milliseconds(calls)
+    rate = key_bytes / ms / 1e6
+    name = "received_attention (Triton)"
+    return [dict(op=name, keys=num_keys, rows=MAX_QUERIES, ms=ms, rate=rate, unit="GB/s")]
+
+
 def host_bandwidth() -> float:
     """GB/s of a copy from pinned host memory to the device."""
     source = torch.randint(256, (1 << 28,), dtype=torch.uint8).pin_memory()
@@ -271,7 +291,8 @@ def main() -> None:
         found = attention(num_keys, opt.ratio, opt.num_heads, opt.num_kv_heads, opt.head_size)
         flash = {row["op"]: row["rate"] for row in found}
         ceiling = flash.get("FA3, bottom-right mask", product)
-        moves = movement(num_keys, opt.ratio, opt.num_kv_heads, opt.head_size)
+        moves = received(num_keys, opt.num_heads, opt.num_kv_heads, opt.head_size)
+        moves += movement(num_keys, opt.ratio, opt.num_kv_heads, opt.head_size)
         for row in found + moves:
             moved = host if ", host," in row["op"] else bandwidth
             row["of_ceiling"] = row["rate"] / (ceiling if row in found else moved)

@@ -1,9 +1,9 @@
 """A server under a RAG-like load, stock against blending, driven by vLLM's own ``bench serve`` client.
 
 A trace: 100 documents, 6 of them in each request by Zipf's law, a question behind them. Both servers
-are up, and take turns: the same trace one request after the other (TTFT), at given rates, then all at
-once (throughput). The blending server has seen every document once before ("warm"); the prefix cache is
-on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
+are up, and take turns: the same trace one request after the other (TTFT), at given rates, some at a
+time, then all at once (throughput). The blending server has seen every document once before ("warm");
+the prefix cache is on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
 line is one JSON object.
 
 On a GPU: --shape mistral-7b --chunk-tokens 600 1300, a real model's shape with dummy weights.
@@ -62,6 +62,9 @@ def main() -> None:
     )
     parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second")
     parser.add_argument(
+        "--concurrency", type=int, nargs="*", default=[], help="requests at a time, beside 1 and all"
+    )
+    parser.add_argument(
         "--chunk-tokens", type=int, nargs=2, metavar=("FROM", "TO"), help="length of the documents"
     )
     parser.add_argument("--requests", type=int, default=40, help="in the trace (40)")
@@ -101,6 +104,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     rows, results, num_tokens = [], [], 0.0
     loads = {"one by one": ["--max-concurrency", "1"]}
     loads |= {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
+    loads |= {f"{most} at a time": ["--max-concurrency", str(most)] for most in options.concurrency}
     loads |= {"all at once": []}
     with ExitStack() as stack:
         kinds = [options.only] if options.only else list(servers)
@@ -127,7 +131,6 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
                 clock = sm_clock()
                 found = run_client(url, model, sent, limits, options.output_tokens, ratio)
                 clocks = f", SM clock {clock} and {sm_clock()} MHz" if clock else ""
-                print(f"{name}, {load}: {found['duration']:.0f} s{clocks}", flush=True)
                 if options.metrics is not None:
                     text = get(f"{url}/metrics")
                     file = f"{name}-{load.split('/')[0]}".replace(" ", "-")
@@ -140,6 +143,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
                     "requests_per_s": found["request_throughput"],
                 }
                 rows.append([name, load, *(f"{value:.4g}" for value in figures.values())])
+                told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                print(f"{name}, {load}: {found['duration']:.0f} s, {told}{clocks}", flush=True)
                 results.append({"server": name, "load": load, **figures})
     what = options.shape or model
     print(f"\n{hardware()}; {what}; prompts of {num_tokens:.0f} tokens\n")

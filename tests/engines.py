@@ -46,13 +46,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str, folder: Path) -> Path:
+def tiny_model(family: str, folder: Path, **settings: Any) -> Path:
     """Writes a random fp32 model of ``family``, biases and norms included, into ``folder``."""
     import transformers
 
     name, special = FAMILIES[family]
     torch.manual_seed(len(family))
-    config = getattr(transformers, name)(**(COMMON | special))
+    config = getattr(transformers, name)(**(COMMON | special | settings))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

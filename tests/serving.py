@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,14 @@ def disk(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, tiers: dict[str, Any], **settings: Any) -> Iterator[str]:
+def serving(
+    model: Path, folder: Path, tiers: dict[str, Any], arguments: Sequence[str] = (), **settings: Any
+) -> Iterator[str]:
     """A server with a store, up while it lasts; its address."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", *arguments]
     config = {"vllm_blend": {"store": {"host_gb": 0.5} | tiers} | settings}
     command += ["--additional-config", json.dumps(config)]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}

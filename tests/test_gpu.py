@@ -24,8 +24,11 @@ from engines import Engine, make_engine, plan_for, relative_error, run
 
 from vllm_blend import compat
 from vllm_blend.core import StoredKV
+from vllm_blend.models import loop
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.state import BlendModelState
+from vllm_blend.select import View, choose_rows
+from vllm_blend.select.asked import Asked
 from vllm_blend.store.late import LateKV, LateLayers
 
 pytestmark = pytest.mark.gpu
@@ -329,6 +332,47 @@ def test_graphs_captured_ahead_serve_every_step(
     monkeypatch.setattr(engine.model, "graphs", None)
     for ratio, found in zip(ratios, replayed, strict=True):
         assert relative_error(found, logits(ratio)) < 3 * rounding
+
+
+def test_a_pass_ahead_sums_the_questions_attention(
+    engine: Engine,
+    prompt: list[int],
+    question: list[int],
+    rounding: float,
+    smollm2: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the paged cache, from graphs where there are some: as near as the plain sum is."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, attn_implementation="eager")
+    with torch.no_grad():
+        layers = model(torch.tensor([prompt]), output_attentions=True).attentions[1:]
+    count = len(question)
+    exact = sum(layer[0, :, -count:, :-count].double().sum((0, 1)) for layer in layers)
+    found: list[torch.Tensor] = []
+
+    def look(view: View, num_kept: int) -> torch.Tensor:
+        assert view.attention_ahead is not None
+        found.append(view.attention_ahead.cpu().double())
+        return choose_rows(view, num_kept)
+
+    monkeypatch.setattr(loop, "choose_rows", look)
+
+    def error() -> float:
+        blended(engine, prompt, engine.collect(prompt), question, recomp_ratio=0.2, policy="ahead")
+        return relative_error(found.pop(), exact)
+
+    errors = [error()]
+    if engine.model.graphs is not None:
+        assert any(shape.asked for shape in engine.model.graphs._graphs)
+        monkeypatch.setattr(engine.model, "graphs", None)
+        errors.append(error())
+    monkeypatch.setattr(Asked, "on_paged_cache", lambda *_: None)
+    plain = error()
+    print(f"attention of the question: {errors}, plain {plain:.1e}")
+    assert plain < 0.2
+    assert max(errors) < max(1.5 * plain, 2 * rounding)
 
 
 @pytest.mark.parametrize("size", [None, 20])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from vllm.forward_context import get_forward_context
 
 from vllm_blend.models import graph as module
 from vllm_blend.models.graph import MAX_GRAPHS, ROW_STEPS, AfterCheckGraphs
+from vllm_blend.select.asked import Asked
 
 SIZE, NUM_LAYERS, CHECK_LAYER, NUM_SLOTS = 4, 6, 1, 9000
 
@@ -79,14 +80,32 @@ class Graph(TorchDispatchMode):
                 first.copy_(found)
 
 
+class Attention(torch.nn.Module):
+    """Writes a key for each row, and lets each see one; a block of the cache holds a key."""
+
+    def __init__(self, index: int, at: Any) -> None:
+        super().__init__()
+        self.index, self.layer_name, self.head_size = index, f"layer {index}", SIZE
+        self.kv_cache = torch.zeros(NUM_SLOTS + 1, SIZE)  # the last takes what is not to be written
+        self.impl = SimpleNamespace(fuses_segments=True, at=at, caches=self.caches, scale=0.5)
+
+    @staticmethod
+    def caches(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv_cache[:, None, None], kv_cache[:, None, None]
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        self.kv_cache[context.slot_mapping[self.layer_name]] = query + self.index
+        return self.kv_cache[context.attn_metadata[self.layer_name].keys]
+
+
 class Layer:
     """A decoder layer: a norm that adds in place, as vLLM's does, and one key for each row to see."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda, self.index = cuda, index
-        self.cache = torch.zeros(NUM_SLOTS + 1, SIZE)  # the last takes what is not to be written
-        impl = SimpleNamespace(fuses_segments=True, at=self.at)
-        attn = SimpleNamespace(layer_name=f"layer {index}", impl=impl, kv_cache=self.cache)
+        attn = Attention(index, self.at)
+        self.cache = attn.kv_cache
         self.self_attn = SimpleNamespace(attn=attn)
 
     @staticmethod
@@ -98,11 +117,9 @@ class Layer:
     def __call__(self, positions: Any, hidden: Any, residual: Any) -> tuple[Any, Any]:
         if self.index == 2 and self.cuda.capturing and len(hidden) > self.cuda.most_rows:
             raise torch.cuda.OutOfMemoryError("no memory")
-        context, name = get_forward_context(), self.self_attn.attn.layer_name
         residual.add_(hidden)
         hidden.copy_(residual * 0.5)
-        self.cache[context.slot_mapping[name]] = hidden + self.index
-        seen = self.cache[context.attn_metadata[name].keys]
+        seen = self.self_attn.attn(hidden)
         return (hidden + seen).tanh() + positions.unsqueeze(1) * 1e-3, residual
 
 
@@ -139,7 +156,17 @@ class Frame:
     def fuse(self, layer: Layer) -> None:
         layer.cache[self.stored] = self.old[layer.index]
 
-    def one_by_one(self, layers: list[Layer]) -> tuple[torch.Tensor, torch.Tensor]:
+    def asked(self, num_asked: int) -> Asked:
+        """The last rows; they see keys in any of the slots."""
+        rows = torch.arange(len(self.rows) - num_asked, len(self.rows)).repeat(32)[:32]
+        last_keys = self.positions[rows]
+        last_keys[num_asked:] = -1
+        blocks = torch.arange(NUM_SLOTS).roll(-int(self.slots[0]))[:3000].int()
+        return Asked(rows, last_keys, blocks, torch.zeros(len(blocks)))
+
+    def one_by_one(
+        self, layers: list[Layer], asked: Asked | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layers' output for these rows, without graphs."""
         hidden, residual = self.hidden.clone(), torch.ones_like(self.hidden)
         context = self.kept_context()
@@ -149,7 +176,8 @@ class Frame:
             starts = self.metadata.query_start_loc
             context.attn_metadata[name] = layer.at(None, self.stored, starts, None)
             context.slot_mapping[name] = self.slots
-            with module.override_forward_context(context):
+            listening = nullcontext() if asked is None else asked.listening(layer.self_attn.attn)
+            with module.override_forward_context(context), listening:
                 hidden, residual = layer(self.positions, hidden, residual)
         return hidden, residual
 
@@ -159,8 +187,9 @@ def make(cuda: Cuda, max_num_tokens: int, ahead: bool) -> tuple[AfterCheckGraphs
     return AfterCheckGraphs(layers, max_num_tokens, 100, ahead), layers
 
 
-def prepare(graphs: AfterCheckGraphs, frame: Any) -> Any:
-    return graphs.prepare(frame, CHECK_LAYER, frame.hidden.clone(), torch.ones_like(frame.hidden))
+def prepare(graphs: AfterCheckGraphs, frame: Any, asked: Asked | None = None) -> Any:
+    residual = torch.ones_like(frame.hidden)
+    return graphs.prepare(frame, CHECK_LAYER, frame.hidden.clone(), residual, asked)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -186,6 +215,29 @@ def test_a_replay_is_what_the_layers_compute(monkeypatch: pytest.MonkeyPatch, ah
     assert cuda.log.count("synchronize") == cuda.log.count("empty_cache") == len(graphs)
     assert cuda.log.count("replayed") == len(steps) * (NUM_LAYERS - 1 - CHECK_LAYER)
     assert cuda.stream == "main"
+
+
+def test_rows_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured apart from the same rows that are not, for requests and numbers of rows in turn."""
+    graphs, layers = make(Cuda(monkeypatch), 1000, ahead=False)
+    for seed, (num_rows, num_asked) in enumerate([(60, 32), (40, 7), (1, 1), (200, 20), (50, 30)]):
+        frame = Frame(num_rows, 1, seed)
+        assert prepare(graphs, frame).received is None
+        replay = prepare(graphs, frame, frame.asked(num_asked))
+        for index in replay.layers:
+            frame.fuse(layers[index])
+            hidden, _ = replay.run(index)
+        alone = frame.asked(num_asked)
+        assert torch.equal(hidden, frame.one_by_one(layers, alone)[0])
+        assert torch.equal(replay.received, alone.received)
+        heard = num_asked * len(replay.layers)
+        assert replay.received.sum().item() == pytest.approx(heard, rel=1e-5)
+    assert [(shape.num_rows, shape.asked) for shape in graphs._graphs] == [
+        (256, False),
+        (256, True),
+        (128, False),
+        (128, True),
+    ]
 
 
 @pytest.mark.parametrize("most_rows", [0, ROW_STEPS[2], ROW_STEPS[-2], ROW_STEPS[-1]])

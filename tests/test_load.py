@@ -29,6 +29,8 @@ from vllm_blend.settings import BlendSettings
 from vllm_blend.store.arena import PAGE, Arena
 from vllm_blend.store.late import ChunkLost, LateKV, LateLayers
 
+CPU = torch.device("cpu")
+
 
 def test_memory_of_an_aborted_request_is_not_given_away_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +149,7 @@ def test_every_layer_is_read_as_it_is_stored(
     """Whatever order the streams allow: a policy's look at the check layer, then a scatter a layer."""
     device = Device(monkeypatch)
     requests, late = make_requests(kinds)
-    stored = load.StoredLayers(requests, torch.device("cpu"), NUM_LAYERS, first_layer, NO_CLOCK)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, first_layer, NO_CLOCK, load.began(CPU))
     segments = stored.segments(requests)
     assert segments is not None
     read: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -201,7 +203,7 @@ def test_a_layer_is_copied_once_and_as_far_ahead_as_the_ring_is_deep(
         device.launched.clear()
         return count
 
-    stored = load.StoredLayers(requests, torch.device("cpu"), NUM_LAYERS, 1, NO_CLOCK)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, NO_CLOCK, load.began(CPU))
     # K and V at once where they lie behind one another; of the second request's first chunk, only the
     # end is in its window
     a_layer = (1 + 2) + (2 + 2)
@@ -217,11 +219,28 @@ def test_a_layer_is_copied_once_and_as_far_ahead_as_the_ring_is_deep(
         stored.done(layer)
 
 
+def test_copies_wait_for_what_was_launched_before_the_step_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    ready = {"what wrote the KV": False, "layer 0": False}
+    device.main.launch(lambda: None, lambda: ready["what wrote the KV"])
+    after = load.began(CPU)
+    device.main.launch(lambda: None, lambda: ready["layer 0"])
+    load.StoredLayers(make_requests(["joint"])[0], CPU, NUM_LAYERS, 1, NO_CLOCK, after)
+    device.run_what_can()
+    assert device.launched and not device.copied
+    ready["what wrote the KV"] = True
+    device.run_what_can()
+    assert len(device.copied) == len(device.launched)
+    assert device.main.work
+
+
 def test_no_stream_waits_for_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies for a layer run as soon as its buffer is free, whatever the layers still compute."""
     device = Device(monkeypatch)
     requests, _ = make_requests(["joint"])
-    stored = load.StoredLayers(requests, torch.device("cpu"), NUM_LAYERS, 1, NO_CLOCK)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, NO_CLOCK, load.began(CPU))
     gates = dict.fromkeys(range(NUM_LAYERS), False)
     for layer in range(1, 4):
         stored.read(layer)
@@ -243,7 +262,7 @@ def test_no_stream_waits_for_more_than_it_must(monkeypatch: pytest.MonkeyPatch) 
 def test_the_host_is_asked_for_no_layer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Device(monkeypatch)
     requests, late = make_requests(["late", "joint"])
-    stored = load.StoredLayers(requests, torch.device("cpu"), NUM_LAYERS, 1, NO_CLOCK)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, NO_CLOCK, load.began(CPU))
     with pytest.raises(ChunkLost, match="layer 0 did not arrive"):
         stored.read(1)
     for layers in late:
@@ -260,7 +279,7 @@ def test_small_heads_are_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = make_layers(5, 0, True, (3, 2))
     plan = BlendPlan((ChunkSpan(1, StoredKV(layers)),), BlendSettings())
     request = StepRequest(plan, 0, 0, 7, torch.device("cpu"))
-    stored = load.StoredLayers([request], torch.device("cpu"), NUM_LAYERS, 1, NO_CLOCK)
+    stored = load.StoredLayers([request], CPU, NUM_LAYERS, 1, NO_CLOCK, load.began(CPU))
     assert stored.segments([request]) is None
     stored.read(1)
     k, v = stored.old_kv(request, 1)
@@ -270,7 +289,7 @@ def test_small_heads_are_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     requests, _ = make_requests(["joint"])
-    stored = load.StoredLayers(requests, torch.device("cpu"), NUM_LAYERS, 1, NO_CLOCK)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, NO_CLOCK, load.began(CPU))
     stored.read(1)
     assert stored.segments(requests) is None
     span = requests[0].windows[0][0]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
 from vllm_blend.models import loop
 from vllm_blend.select import View, choose_rows, num_kept
+from vllm_blend.select.asked import MAX_ASKED, Asked
 from vllm_blend.select.policies import hashed, make_policy
-from vllm_blend.select.question import MAX_ASKED
 from vllm_blend.settings import POLICIES, BlendSettings
 
 MIXTURES = ("heads+hkvd", "query*hkvd", "query+hkvd", "ahead*hkvd", "ahead+hkvd", "heads+ahead*hkvd")
@@ -113,6 +113,38 @@ def test_tokens_that_no_chunk_holds_are_seen_too(engine: Engine, views: list[Vie
     ]
     assert relative_error(view.here, expected[1]) < 1e-4  # type: ignore[attr-defined]
     assert relative_error(view.ahead, sum(expected[1:])) < 1e-4  # type: ignore[attr-defined, arg-type]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_the_last_rows_are_asked_in_their_requests_blocks(num_rows: int) -> None:
+    """The third of four requests has rows, as in a frame for it alone."""
+    counts, num_asked = [0, 0, num_rows, 0], min(num_rows, 4)
+    metadata = SimpleNamespace(
+        query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+        block_table=torch.arange(4 * 3).view(4, 3).int(),
+    )
+    positions = torch.arange(100, 100 + 2 * num_rows, 2)
+    frame: Any = SimpleNamespace(
+        rows=torch.arange(7, 7 + num_rows),
+        positions=positions,
+        share_tables=lambda attns: True,
+        describe=lambda attn: metadata,
+    )
+    cache = torch.zeros(9, 16, 2, 8)
+    impl = SimpleNamespace(caches=lambda kv_cache: (kv_cache, kv_cache))
+    attns = [SimpleNamespace(impl=impl, kv_cache=cache, sliding_window=None)] * 2
+    asked = Asked.on_paged_cache(frame, attns, num_asked)
+    assert asked is not None
+    assert asked.blocks.tolist() == [6, 7, 8]
+    assert asked.received.tolist() == [0.0] * 48
+    assert asked.rows[:num_asked].tolist() == list(range(num_rows - num_asked, num_rows))
+    assert asked.rows.max() < num_rows and len(asked.rows) == MAX_ASKED
+    assert asked.last_keys.tolist() == positions[-num_asked:].tolist() + [-1] * (MAX_ASKED - num_asked)
+    frame.share_tables = lambda attns: False
+    assert Asked.on_paged_cache(frame, attns, num_asked) is None
+    frame.share_tables = lambda attns: True
+    attns[0].sliding_window = 64
+    assert Asked.on_paged_cache(frame, attns, num_asked) is None
 
 
 def test_deviations_and_places(engine: Engine, prompt: list[int], views: list[View]) -> None:

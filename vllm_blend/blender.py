@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from vllm_blend import ranks
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
@@ -111,7 +112,10 @@ class Blender:
             from vllm_blend.store import model_key
 
             self._model_key = model_key(
-                llm.llm_engine.vllm_config, self.model.kv_shape, storage=store.storage
+                llm.llm_engine.vllm_config,
+                self.model.kv_shape,
+                ranks.rank(),
+                storage=store.storage,
             )
         self._head = self._collect_head()
 
@@ -326,10 +330,11 @@ class Blender:
         if self.store is None:
             return []
         found = self.store.get_many([self.key(ids, context) for context, ids in chunks])
+        all_ranks_have = ranks.least([kv is not None for kv in found])
         return [
             Chunk(ids, kv, context)
-            for (context, ids), kv in zip(chunks, found, strict=True)
-            if kv is not None
+            for (context, ids), kv, there in zip(chunks, found, all_ranks_have, strict=True)
+            if there
         ]
 
     def _collect_head(self) -> ChunkSpan | None:

@@ -74,7 +74,6 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
     speculative = vllm_config.speculative_config
     config = model.hf_config
     reasons = {
-        "tensor_parallel_size > 1": parallel.tensor_parallel_size > 1,
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
@@ -138,6 +137,11 @@ def blend_model(llm: Any) -> BlendModel:
         raise RuntimeError(
             "the model runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before the "
             "LLM is made"
+        )
+    if not hasattr(executor, "driver_worker"):
+        raise RuntimeError(
+            "the model's ranks run in other processes; start this program once a rank, with torchrun, "
+            'and make the LLM with distributed_executor_backend="external_launcher"'
         )
     outer = executor.driver_worker.model_runner.get_model()
     model: Any = getattr(outer, "model", None)

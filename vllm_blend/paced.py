@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend import compat
+from vllm_blend import compat, ranks
 from vllm_blend.blender import Blender, Chunk
 from vllm_blend.prompt import TokenIds, text_ids
 from vllm_blend.store.controller import FLOOR, ComputeTime, Controller, Decision, Located
@@ -125,7 +125,7 @@ class PacedBlender:
         hide: share of a load's time that recomputation may fill.
 
     Raises:
-        ValueError: if the blender has no store, or several ratios.
+        ValueError: if the blender has no store, or several ratios, or the engine several ranks.
     """
 
     def __init__(
@@ -140,6 +140,11 @@ class PacedBlender:
             raise ValueError("the blender has no store; make it with Blender(llm, store=...)")
         if blender.settings.recomp_ratios is not None:
             raise ValueError("recomp_ratios is set; what is paced is recomp_ratio")
+        if ranks.num_ranks() > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {ranks.num_ranks()}; allowed: 1. Ranks that measure for "
+                'themselves would decide differently; a server with recomp_ratio "auto" decides for all'
+            )
         self.blender = blender
         self.store = blender.store
         self.times = times or EngineTimes.measure(blender)

@@ -14,6 +14,7 @@ from pathlib import Path
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import test_received_attention  # noqa: E402
 import test_segment_scatter  # noqa: E402
 import test_shift_scatter  # noqa: E402
 import test_sparse_attention  # noqa: E402
@@ -55,6 +56,9 @@ def attention() -> None:
         lse = torch.zeros(heads[0], num_rows, device=DEVICE)
         out = torch.zeros_like(args["query"])
         sparse_attention_rest(**args, out=out, prefix_lse=lse, scale=scale)
+        last_keys = test_received_attention.last_keys_of(19, 999)
+        asked = test_received_attention.case(DEVICE, last_keys, torch.float16, *heads)
+        test_received_attention.check_against_the_oracle(asked)
 
 
 def main() -> None:
@@ -64,7 +68,7 @@ def main() -> None:
             moves()
     attention()
     torch.cuda.synchronize()
-    print(f"sanitize: {', '.join(library.implementations())} and sparse_attention ran")
+    print(f"sanitize: {', '.join(library.implementations())} and attention ran")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import BlendStep, Status, StepRequest, behind_one_another
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import NO_CLOCK, StageClock
-from vllm_blend.models.load import StoredLayers
+from vllm_blend.models.load import StoredLayers, began
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables
@@ -44,12 +45,18 @@ class Frame:
         self._context = context
         self._num_layers = num_layers
         self._kept_context = self.kept_context()
-        first_layer = min((r.settings.check_layers[0] for r in step.blended), default=num_layers)
-        self.stored = StoredLayers(step.blended, positions.device, num_layers, first_layer, self.clock)
+        self._began = began(positions.device)
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
         self._segment_tables: SegmentTables | None = None
         self._tables_made = False
         self._described: dict[int, Any] = {}  # by id of the stock metadata
+
+    @cached_property
+    def stored(self) -> StoredLayers:
+        """The step's stored KV; made once layer 0 is launched, so that the GPU does not wait for it."""
+        requests = self.step.blended
+        first_layer = min((r.settings.check_layers[0] for r in requests), default=self._num_layers)
+        return self._stored(requests, first_layer, self.clock)
 
     def status(self, layer: int) -> Status:
         """What ``layer`` does: CHECK where rows are chosen, AFTER_CHECK once some were."""
@@ -110,9 +117,7 @@ class Frame:
         other.rows, other.positions = self.rows[at], self.positions[at]
         other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
         other.clock = NO_CLOCK  # whoever asked for it measures
-        other.stored = StoredLayers(
-            [request], self.rows.device, self._num_layers, first_layer, NO_CLOCK
-        )
+        other.stored = self._stored([request], first_layer, NO_CLOCK)
         other._kept_context = self.kept_context()
         other._places, other._described = {}, {}
         other._segment_tables, other._tables_made = None, False
@@ -192,6 +197,10 @@ class Frame:
         if id(stock) not in self._described:
             self._described[id(stock)] = attn.impl.metadata(attn, stock, self.step, self.rows)
         return self._described[id(stock)]
+
+    def _stored(self, requests: list[StepRequest], first_layer: int, clock: StageClock) -> StoredLayers:
+        device = self.rows.device
+        return StoredLayers(requests, device, self._num_layers, first_layer, clock, self._began)
 
     def _tables(self) -> SegmentTables | None:
         """Where the stored KV lies that is not in the cache yet; None if it is not read as segments."""

@@ -30,6 +30,8 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm_blend.attention.base import Fusion
 from vllm_blend.core import Status
 from vllm_blend.models.frame import Frame
+from vllm_blend.ranks import capturing_on
+from vllm_blend.select.asked import Asked
 
 logger = logging.getLogger("vllm.vllm_blend")
 
@@ -54,6 +56,7 @@ class Shape:
     num_rows: int
     num_reqs: int
     kv_cache: int  # address of the first layer's
+    asked: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +88,15 @@ class Replay:
 
     Attributes:
         hidden, residual: at the step's kept rows, ``[num_kept, hidden_size]``: the output, once the
-            last of the layers has run, until the next step overwrites it.
+            last of the layers has run, until other rows are prepared.
+        received: where rows are asked, what the keys received of them (``select/asked.py``).
     """
 
     layers: range
     graphs: list[torch.cuda.CUDAGraph]
     hidden: torch.Tensor
     residual: torch.Tensor
+    received: torch.Tensor | None = None
 
     def run(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches a layer, whose stored KV is fused."""
@@ -117,6 +122,7 @@ class AfterCheckGraphs:
         self._ahead = ahead
         self._max_rows = MAX_ROWS
         self._inputs: Inputs | None = None
+        self._asked: Asked | None = None
         self._graphs: OrderedDict[Shape, list[torch.cuda.CUDAGraph]] = OrderedDict()
         self._pool: Any = None
         self._stream = torch.cuda.Stream()  # of captures: nothing ever runs on it
@@ -126,16 +132,26 @@ class AfterCheckGraphs:
         return len(self._graphs)
 
     def prepare(
-        self, frame: Frame, index: int, hidden: torch.Tensor, residual: torch.Tensor
+        self,
+        frame: Frame,
+        index: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        asked: Asked | None = None,
     ) -> Replay | None:
-        """The layers from ``index`` on, where rows were chosen, over the frame's rows; None: run them
-        one by one."""
+        """The layers from ``index`` on over the frame's rows; None: run them one by one.
+
+        Args:
+            index: where rows were chosen; or where a pass ahead begins.
+            hidden, residual: the layer's inputs, ``[num_rows, hidden_size]``.
+            asked: the rows of a pass ahead whose attention to the keys is wanted.
+        """
         attns = [layer.self_attn.attn for layer in self._layers[index:]]
         if (
             frame.step.collected
             or index >= len(self._layers) - 1
             or not 0 < frame.rows.numel() <= self._max_rows
-            or any(index < max(r.settings.check_layers) for r in frame.step.blended)
+            or (asked is None and any(index < max(r.settings.check_layers) for r in frame.step.blended))
             or not frame.share_tables(attns)
             # a rotary module with rules of its own may ask the device for something
             or not all(attn.impl.fuses_segments for attn in attns)
@@ -150,10 +166,15 @@ class AfterCheckGraphs:
             _padded(num_rows),
             next(n for n in self._req_steps if num_reqs <= n),
             attns[0].kv_cache.data_ptr(),
+            asked is not None,
         )
+        if asked is not None and self._asked is None:
+            self._asked = asked.empty_like()
         if self._ahead:
             self._ahead = False
-            self._capture_ahead(self._inputs, shape, metadata, frame.kept_context())
+            self._capture_ahead(
+                self._inputs, replace(shape, asked=False), metadata, frame.kept_context()
+            )
         if shape not in self._graphs:
             if shape.num_rows > self._max_rows:
                 return None
@@ -163,9 +184,17 @@ class AfterCheckGraphs:
             logger.info("vllm_blend: captured %s", shape)
         self._graphs.move_to_end(shape)
         self._fill(self._inputs, shape, frame, metadata, hidden, residual)
+        received = None
+        if asked is not None and self._asked is not None:
+            self._asked.copy_(asked)
+            received = self._asked.received
         rows = slice(num_rows)
         return Replay(
-            shape.layers, self._graphs[shape], self._inputs.hidden[rows], self._inputs.residual[rows]
+            shape.layers,
+            self._graphs[shape],
+            self._inputs.hidden[rows],
+            self._inputs.residual[rows],
+            received,
         )
 
     def _capture_ahead(
@@ -203,7 +232,7 @@ class AfterCheckGraphs:
             self._run_layers(inputs, shape, metadata, context, nullcontext)
             torch.cuda.synchronize()  # as torch.cuda.graph does, but once for all layers
             torch.cuda.empty_cache()
-            with torch.cuda.stream(self._stream):
+            with capturing_on(self._stream):
                 self._run_layers(inputs, shape, metadata, context, lambda: self._capturing(graphs))
         except RuntimeError as error:
             self._max_rows = max((n for n in ROW_STEPS if n < shape.num_rows), default=0)
@@ -249,6 +278,7 @@ class AfterCheckGraphs:
         rows = slice(shape.num_rows)
         hidden, residual = inputs.hidden[rows], inputs.residual[rows]
         positions, slots = inputs.positions[rows], inputs.slots[rows]
+        asked = self._asked if shape.asked else None
         for index in shape.layers:
             layer = self._layers[index]
             attn = layer.self_attn.attn
@@ -263,7 +293,8 @@ class AfterCheckGraphs:
                     metadata.fusion = Fusion(Status.AFTER_CHECK, None, positions, slots, None)
                 context.attn_metadata[attn.layer_name] = metadata
                 context.slot_mapping[attn.layer_name] = slots
-                with override_forward_context(context):
+                listening = nullcontext() if asked is None else asked.listening(attn)
+                with override_forward_context(context), listening:
                     hidden, residual = layer(positions, hidden, residual)
                 if index == shape.layers[-1]:
                     inputs.hidden[rows].copy_(hidden)

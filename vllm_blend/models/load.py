@@ -95,6 +95,7 @@ class StoredLayers:
         num_layers: of the model.
         first_layer: the first whose KV will be asked for.
         clock: measures the loads.
+        after: what they wait for (``began``).
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class StoredLayers:
         num_layers: int,
         first_layer: int,
         clock: StageClock,
+        after: torch.cuda.Event | None,
     ) -> None:
         self._clock, self._device, self._num_layers = clock, device, num_layers
         self._windows: dict[StepRequest, list[Window]] = {}
@@ -112,12 +114,12 @@ class StoredLayers:
         if not requests or not _reads_ahead(device):
             return
         self._example = requests[0].windows[0][0].kv.described[first_layer][0]
+        self._stream = _copy_stream(device)
         self._lay_out(requests)
         if not self._on_ring:
             return
-        self._stream = _copy_stream(device)
-        self._ring.record_stream(self._stream)  # what was read ahead may never be asked for
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # the buffers may be in use yet
+        if after is not None:
+            self._stream.wait_event(after)
         self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
         self._done = [torch.cuda.Event() for _ in range(AHEAD)]  # nobody waits for one not recorded
         if self._has(first_layer):
@@ -162,7 +164,9 @@ class StoredLayers:
         rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
         # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
         size = (AHEAD, 2 * rows, *self._example.shape[1:])
-        self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
+        with torch.cuda.stream(self._stream):  # memory that no layer in flight still uses
+            self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
+        self._ring.record_stream(torch.cuda.current_stream(self._device))
         row = 0
         for (request, span, lo, hi), at in zip(found, lies_at, strict=True):
             places: tuple[torch.Tensor, ...] = ()
@@ -231,6 +235,11 @@ class InFlight:
         """Lets go of what is read; does not wait."""
         while self._kv and self._kv[0][0].query():
             self._kv.popleft()
+
+
+def began(device: torch.device) -> torch.cuda.Event | None:
+    """All that is launched by now: what wrote stored KV may be among it."""
+    return torch.cuda.current_stream(device).record_event() if _reads_ahead(device) else None
 
 
 def _reads_ahead(device: torch.device) -> bool:

@@ -28,6 +28,7 @@ from vllm_blend.models.frame import Frame
 from vllm_blend.models.load import InFlight
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.tiers import Tiers
+from vllm_blend.ranks import num_ranks, of_first
 from vllm_blend.select import View, choose_rows, num_kept
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.mail import News
@@ -116,7 +117,7 @@ class BlendModel(torch.nn.Module):
             if status == Status.CHECK:
                 assert residual is not None  # a check layer is never layer 0
                 with frame.clock.stage("select"):
-                    take = choose(frame, index, self.layers, hidden, residual)
+                    take = choose(frame, index, self.layers, hidden, residual, self.graphs)
                 hidden, residual = hidden[take], residual[take]
                 self.cache_fuse_metadata.record(frame)
                 if self.graphs is not None:
@@ -145,7 +146,12 @@ class BlendModel(torch.nn.Module):
 
 
 def choose(
-    frame: Frame, index: int, layers: Sequence[Any], hidden: torch.Tensor, residual: torch.Tensor
+    frame: Frame,
+    index: int,
+    layers: Sequence[Any],
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    graphs: AfterCheckGraphs | None,
 ) -> torch.Tensor:
     """Chooses rows at check layer ``index``, by each request's policy; returns the frame's rows that go
     on."""
@@ -153,9 +159,9 @@ def choose(
     for request in frame.step.blended:
         if index not in request.settings.check_layers:
             continue
-        view = View(frame, request, layers, index, hidden, residual)
+        view = View(frame, request, layers, index, hidden, residual, graphs)
         count = num_kept(request.settings.ratio_at(index), request.chunk_rows.numel())
-        kept[request] = view.chunk_index[choose_rows(view, count)]
+        kept[request] = view.chunk_index[of_first(choose_rows(view, count))]
     return frame.shrink(kept)
 
 
@@ -206,7 +212,7 @@ def enable_blending(
         if vllm_config.device_config.device_type == "cuda":
             # with a store only what it cannot take, and the start-up check's, goes here
             num_bytes = settings.chunk_bytes if settings.store is None else 0
-            model.chunks.memory = PinnedMemory(num_bytes)
+            model.chunks.memory = PinnedMemory(num_bytes // num_ranks())
     if model.unsupported is not None:
         compat.report_unsupported(vllm_config, model.unsupported)
     compat.install_model_hooks(model, vllm_config)

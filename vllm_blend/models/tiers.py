@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from vllm_blend import ranks
 from vllm_blend.core import ChunkIds, ChunkKey, KVShape, StoredKV
 from vllm_blend.server.mail import Place
 
@@ -23,6 +24,8 @@ CLAIMED_TOKENS = 1_000_000
 """Of chunks on disk that are found by content, the most recently used first."""
 LOOKS = 4
 """Chunks that are looked for at once."""
+PENDING, MISSING, FOUND = range(3)
+"""How a fetch stands; that of several ranks stands as their least."""
 
 
 class Tiers:
@@ -58,8 +61,9 @@ class Tiers:
         """
         from vllm_blend.store import model_key, open_store
 
-        key = model_key(vllm_config, shape, storage=values.get("storage", "auto"))
-        return cls(open_store(values), key)
+        key = model_key(vllm_config, shape, ranks.rank(), storage=values.get("storage", "auto"))
+        host_gb = values["host_gb"] / ranks.num_ranks()
+        return cls(open_store({**values, "host_gb": host_gb}), key)
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
         """Keeps a chunk, from behind; False if too much waits already."""
@@ -96,11 +100,18 @@ class Tiers:
             self._fetches[key] = self._pool.submit(lambda: self.store.get(name))
 
     def fetched(self) -> dict[ChunkKey, StoredKV | None]:
-        """The chunks whose fetches have ended since this was last asked; None: not to be had."""
-        ended = [key for key, future in self._fetches.items() if future.done()]
-        found = {key: self._result(self._fetches.pop(key)) for key in ended}
-        for key, kv in found.items():
-            if kv is None:
+        """The chunks whose fetches have ended since this was last asked; None: not to be had.
+
+        They have ended when they have in all ranks, and a chunk is there if all its parts are.
+        """
+        found: dict[ChunkKey, StoredKV | None] = {}
+        states = ranks.least([_state(future) for future in self._fetches.values()])
+        for key, state in zip(list(self._fetches), states, strict=True):
+            if state == PENDING:
+                continue
+            kv = self._result(self._fetches.pop(key))
+            found[key] = kv if state == FOUND else None
+            if state == MISSING:
                 self.forget(key)  # nobody will drop it
         return found
 
@@ -175,3 +186,9 @@ class Tiers:
             logger.error("vllm_blend: a chunk could not be fetched: %s", error)
             return None
         return future.result()
+
+
+def _state(fetch: Future[StoredKV | None]) -> int:
+    if not fetch.done():
+        return PENDING
+    return MISSING if fetch.exception() is not None or fetch.result() is None else FOUND

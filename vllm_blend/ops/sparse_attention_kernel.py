@@ -39,7 +39,7 @@ def _keys(
 
 
 @triton.jit
-def _scores(
+def dot_keys(
     q,
     key_cache,
     block_ids,
@@ -237,7 +237,7 @@ def _sparse_attention_kernel(
     if WINDOW > 0:
         for start in range(begin, full_begin, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            s = _scores(
+            s = dot_keys(
                 q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
                 kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
             )  # fmt: skip
@@ -252,7 +252,7 @@ def _sparse_attention_kernel(
 
     if PREFIX_Q == 0:
         for start in range(full_begin, full_end, BLOCK_N):
-            s = _scores(
+            s = dot_keys(
                 q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
                 kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, False, PRECISION,
             )  # fmt: skip
@@ -264,7 +264,7 @@ def _sparse_attention_kernel(
 
     for start in range(full_end, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        s = _scores(
+        s = dot_keys(
             q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
             kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
         )  # fmt: skip

@@ -17,12 +17,11 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_blend.core import Status
+from vllm_blend.ranks import summed
+from vllm_blend.select.asked import Asked
 
 if TYPE_CHECKING:
     from vllm_blend.select.view import View
-
-MAX_ASKED = 32
-"""Question tokens that are asked, its last ones; bounds the memory of a long question."""
 
 
 class Projection(NamedTuple):
@@ -111,7 +110,7 @@ def attention_here(view: View) -> torch.Tensor | None:
     k = self_attn.rotary_emb(both, k)[0].view(both.numel(), -1, own.k.shape[-1])
     q = self_attn.rotary_emb(both[-view.num_asked :], q.flatten(1).clone())[0].view_as(q)
     count = view.at.numel()
-    return attention_sum(q, k[:count], k[count:], self_attn.attn.impl.scale)
+    return summed(attention_sum(q, k[:count], k[count:], self_attn.attn.impl.scale))
 
 
 def attention_ahead(view: View) -> torch.Tensor | None:
@@ -124,18 +123,34 @@ def attention_ahead(view: View) -> torch.Tensor | None:
         return None
     frame = view.frame.alone(view.request, view.own_at, view.index)
     hidden, residual = view.hidden[view.own_at], view.residual[view.own_at]
-    total = torch.zeros(view.request.chunk_rows.numel(), device=hidden.device)
-    for index in range(view.index, len(view.layers)):
+    attns = [layer.self_attn.attn for layer in view.layers[view.index :]]
+    asked = Asked.on_paged_cache(frame, attns, view.num_asked)
+    replay = None
+    if asked is not None and view.graphs is not None:
+        replay = view.graphs.prepare(frame, view.index, hidden, residual, asked)
+    request = view.request
+    total = torch.zeros(request.chunk_rows.numel(), device=hidden.device)
+    for index, attn in enumerate(attns, view.index):
         layer = view.layers[index]
-        attn = layer.self_attn.attn
         fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
-        k = frame.stored.old_kv(view.request, index)[0]
-        k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
-        with frame.context(attn, fusion), watching(attn, view.num_asked, k, total):
-            hidden, residual = layer(frame.positions, hidden, residual)
+        if replay is not None and index in replay.layers:
+            frame.fuse(attn, fusion)
+            hidden, residual = replay.run(index)
+        elif asked is not None:
+            with frame.context(attn, fusion), asked.listening(attn):
+                hidden, residual = layer(frame.positions, hidden, residual)
+        else:
+            k = frame.stored.old_kv(request, index)[0]
+            k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
+            with frame.context(attn, fusion), watching(attn, view.num_asked, k, total):
+                hidden, residual = layer(frame.positions, hidden, residual)
         frame.stored.done(index)
-    view.frame.fused.add(view.request)
-    return total[view.chunk_index]
+    view.frame.fused.add(request)
+    if asked is not None:
+        if replay is not None and replay.received is not None:
+            asked.received.add_(replay.received)
+        total = asked.received[request.chunk_rows - request.row + request.position]
+    return summed(total[view.chunk_index])
 
 
 @contextmanager

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_blend.core import BlendPlan, StepRequest
+from vllm_blend.ranks import summed
 from vllm_blend.select import question
+from vllm_blend.select.asked import MAX_ASKED
 from vllm_blend.select.rows import deviation
 
 if TYPE_CHECKING:
     from vllm_blend.models.frame import Frame
+    from vllm_blend.models.graph import AfterCheckGraphs
 
 STALE = 1e-4
 """Stored V nearer to fresh V than this share of its squared norm is as good as fresh (1% of the norm;
@@ -32,6 +35,7 @@ class View:
         layers: the model's decoder layers.
         index: the check layer.
         hidden, residual: its inputs, ``[num_rows, hidden_size]``; not changed.
+        graphs: CUDA graphs of the layers, for a pass ahead.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class View:
         index: int,
         hidden: torch.Tensor,
         residual: torch.Tensor,
+        graphs: AfterCheckGraphs | None = None,
     ) -> None:
-        self.frame, self.request = frame, request
+        self.frame, self.request, self.graphs = frame, request, graphs
         self.layers, self.index = layers, index
         self.hidden, self.residual = hidden, residual
         self.at, self.chunk_index = frame.candidates(request)
@@ -79,12 +84,12 @@ class View:
     @cached_property
     def v_deviation(self) -> torch.Tensor:
         """Squared distance of fresh to stored V, ``[num_candidates]`` float32."""
-        return deviation(self.fresh_v, self.stored_v)
+        return summed(deviation(self.fresh_v, self.stored_v))
 
     @cached_property
     def k_deviation(self) -> torch.Tensor:
         """The same of K, before RoPE: a rotation of both changes no distance."""
-        return deviation(self.fresh_k, self.stored_k)
+        return summed(deviation(self.fresh_k, self.stored_k))
 
     @cached_property
     def stale(self) -> torch.Tensor:
@@ -92,7 +97,7 @@ class View:
 
         False for the prompt's head and for a chunk that stands where it was computed.
         """
-        size = deviation(self.stored_v, torch.zeros_like(self.stored_v))
+        size = summed(deviation(self.stored_v, torch.zeros_like(self.stored_v)))
         return self.v_deviation > STALE * size
 
     @cached_property
@@ -128,7 +133,7 @@ class View:
         request = self.request
         end = request.position + request.num_rows
         assert isinstance(request.plan, BlendPlan)
-        start = max(request.plan.spans[-1].end, request.position, end - question.MAX_ASKED)
+        start = max(request.plan.spans[-1].end, request.position, end - MAX_ASKED)
         return max(0, end - start)
 
     @cached_property

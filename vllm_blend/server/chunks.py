@@ -26,9 +26,10 @@ def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
 
 
 def bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of one token's K and V in all layers."""
+    """Bytes of one token's K and V in all layers, of all tensor-parallel ranks."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    width = config.get_num_kv_heads(parallel) * config.get_head_size()
+    num_kv_heads = config.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    width = num_kv_heads * config.get_head_size()
     return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
 
 

@@ -13,7 +13,7 @@ from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.pace import KEY as PACE_KEY
 from vllm_blend.server.pace import Pace
-from vllm_blend.server.prefix import Hasher, name_blocks
+from vllm_blend.server.prefix import name_blocks
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -40,7 +40,7 @@ class OwnRequests:
         vllm_config: Any,
         settings: ServerSettings,
         chunks: KnownChunks,
-        hasher: Hasher | None,
+        hasher: Callable[[Any], list[Any]] | None,
         block_size: int,
         on_ready: Callable[[], None],
     ) -> None:
@@ -139,6 +139,6 @@ class OwnRequests:
             extra_args={EXTRA_ARG: plan},
         )
         request: Any = Request(request_id, token_ids, params, None, block_hasher=self._hasher)
-        if isinstance(plan, KeyedPlan):
-            name_blocks(request, plan, request_id, self._hasher, self._block_size)
+        if isinstance(plan, KeyedPlan) and self._hasher is not None:
+            name_blocks(request, plan, request_id, self._block_size)
         return request

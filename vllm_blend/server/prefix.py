@@ -10,15 +10,15 @@ chunks' tokens so, since the choice among a part of them would be another one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from typing import Any
 
-from vllm_blend.core import KeyedPlan
+from vllm.v1.core.kv_cache_utils import BlockHash
 
-Hasher = Callable[[Any], list[Any]]
-"""vLLM's ``request_block_hasher``: a request's block hashes from ``len(block_hashes)`` on."""
+from vllm_blend.core import KeyedPlan
 
 
 @dataclass
@@ -27,17 +27,15 @@ class BlockNames:
 
     Attributes:
         exact: stock names of the prompt's full blocks.
+        own: names of those from ``first`` on, under a salt.
         first: the block from which on the request's own blocks are approximate.
         end: of the last chunk.
-        salt: of the names from there on.
-        salted: names under that salt, from block 0 on, as far as they were needed.
     """
 
-    exact: list[Any]
+    exact: list[BlockHash]
+    own: list[BlockHash]
     first: int
     end: int
-    salt: str
-    salted: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> BlockNames:
@@ -48,33 +46,40 @@ class BlockNames:
         ]
         salt = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
         first, end = plan.spans[0].start // block_size, plan.spans[-1].end
-        return cls(list(request.block_hashes), first, end, f"vllm_blend:{salt}")
+        return cls(list(request.block_hashes), own_names(request, salt, first, block_size), first, end)
 
-    def mixed(self, request: Any, hasher: Hasher, num_exact: int) -> list[Any]:
-        """All names of the request, the first ``num_exact`` of them stock ones."""
-        stock_salt, stock_hashes = request.cache_salt, request.block_hashes
-        request.cache_salt, request.block_hashes = f"{stock_salt or ''}{self.salt}", self.salted
-        try:
-            self.salted += hasher(request)
-        finally:
-            request.cache_salt, request.block_hashes = stock_salt, stock_hashes
-        return self.exact[:num_exact] + self.salted[num_exact:]
+    def give(self, request: Any, num_exact: int) -> None:
+        """Names the request's blocks, the first ``num_exact`` of them by stock names."""
+        request.block_hashes = self.exact[:num_exact] + self.own[num_exact - self.first :]
+        request.update_block_hashes()  # of the answer's: chained to these
 
 
-def name_blocks(
-    request: Any, plan: KeyedPlan, tenant: str, hasher: Hasher | None, block_size: int
-) -> None:
-    """Gives a request's approximate blocks names of their own; ``hasher`` None: there is no cache."""
-    if hasher is not None:
-        names = BlockNames.of(request, plan, tenant, block_size)
-        request.blend_names = names
-        request.block_hashes = names.mixed(request, hasher, names.first)
+def own_names(request: Any, salt: str, first: int, block_size: int) -> list[BlockHash]:
+    """Names of the prompt's full blocks from ``first`` on: hashes of the salt and all tokens so far.
+
+    As vLLM's, but for its encoding of each block, which takes longer than the hash.
+    """
+    hasher = sha256(json.dumps(["vllm_blend", salt, request.cache_salt]).encode())
+    tokens: Sequence[int] = request.prompt_token_ids
+    ids = array("i", tokens[: len(tokens) // block_size * block_size])
+    start = first * block_size
+    hasher.update(ids[:start])
+    names = []
+    for at in range(start, len(ids), block_size):
+        hasher.update(ids[at : at + block_size])
+        names.append(BlockHash(hasher.copy().digest()))
+    return names
+
+
+def name_blocks(request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> None:
+    """Gives a request's approximate blocks names of their own."""
+    request.blend_names = BlockNames.of(request, plan, tenant, block_size)
+    request.blend_names.give(request, request.blend_names.first)
 
 
 class BlendKVCacheManager:
     """Mixin for vLLM's ``KVCacheManager``: a blended request's search for cached blocks."""
 
-    blend_hasher: Hasher
     blend_block_size: int
 
     def get_computed_blocks(self, request: Any) -> Any:
@@ -84,20 +89,20 @@ class BlendKVCacheManager:
             return stock.get_computed_blocks(request)
         request.block_hashes = names.exact
         exact = stock.get_computed_blocks(request)
-        request.block_hashes = names.mixed(request, self.blend_hasher, names.first)
+        names.give(request, names.first)
         mixed = stock.get_computed_blocks(request)
         if mixed[1] >= max(exact[1] + 1, names.end):
             return mixed
-        num_exact = max(names.first, exact[1] // self.blend_block_size)
-        request.block_hashes = names.mixed(request, self.blend_hasher, num_exact)
+        names.give(request, max(names.first, exact[1] // self.blend_block_size))
         return exact
 
 
-def disown_blocks(request: Any, start: int, hasher: Any, manager: Any) -> None:
+def disown_blocks(request: Any, start: int, manager: Any) -> None:
     """Takes a request's blocks from token ``start`` on out of the prefix cache."""
     names = request.blend_names
-    names.salt, names.salted = f"vllm_blend:{request.request_id}", []  # what it computes now is its own
-    request.block_hashes = names.mixed(request, hasher, names.first)
+    # what it computes now is its own
+    names.own = own_names(request, request.request_id, names.first, manager.blend_block_size)
+    names.give(request, names.first)
     groups = manager.kv_cache_config.kv_cache_groups
     for group, blocks in zip(groups, manager.get_block_ids(request.request_id), strict=True):
         manager.evict_blocks(set(blocks[start // group.kv_cache_spec.block_size :]))

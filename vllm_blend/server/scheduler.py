@@ -28,7 +28,7 @@ from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.lookup import Lookup
 from vllm_blend.server.mail import ORDERS, Lost, News, Orders
 from vllm_blend.server.own import OwnRequests
-from vllm_blend.server.prefix import BlendKVCacheManager, Hasher, disown_blocks, name_blocks
+from vllm_blend.server.prefix import BlendKVCacheManager, disown_blocks, name_blocks
 from vllm_blend.server.reports import Reports, sizes
 from vllm_blend.server.wire import BlendRequest
 
@@ -59,19 +59,20 @@ class BlendScheduler:
         self.blend_token_bytes = bytes_per_token(self.vllm_config)
         self.blend_chunks = KnownChunks(settings.chunk_bytes // self.blend_token_bytes)
         self._block_size = kwargs["hash_block_size"]
-        self._hasher: Hasher | None = None
+        hasher = None
         manager = self.kv_cache_manager
-        if manager.enable_caching:
+        self._caching: bool = manager.enable_caching
+        if self._caching:
             # as the engine makes it for clients' requests
             hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-            self._hasher = get_request_block_hasher(self._block_size, hash_fn)
+            hasher = get_request_block_hasher(self._block_size, hash_fn)
             manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
-            manager.blend_hasher, manager.blend_block_size = self._hasher, self._block_size
+            manager.blend_block_size = self._block_size
         self.blend_own = OwnRequests(
             self.vllm_config,
             settings,
             self.blend_chunks,
-            self._hasher,
+            hasher,
             self._block_size,
             on_ready=self._ask_all,
         )
@@ -183,7 +184,8 @@ class BlendScheduler:
             plan = KeyedPlan(tuple(spans), settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
-            name_blocks(request, plan, tenant, self._hasher, self._block_size)
+            if self._caching:
+                name_blocks(request, plan, tenant, self._block_size)
         self.blend_reports.add(
             request.request_id,
             len(tokens),
@@ -331,13 +333,9 @@ class BlendScheduler:
         new = replace(plan, spans=left) if left else None
         if new is not None:
             self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
-        if self._hasher is not None:
-            disown_blocks(
-                request,
-                max(lost.computed, plan.spans[0].start),
-                self._hasher,
-                self.kv_cache_manager,
-            )
+        if self._caching:
+            start = max(lost.computed, plan.spans[0].start)
+            disown_blocks(request, start, self.kv_cache_manager)
         self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
 
     def _took(self, output: Any) -> bool:

@@ -1,0 +1,187 @@
+"""``received_attention`` against its oracle, which is checked against a softmax written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from paged import paged_cache, relative_error
+
+from vllm_blend.ops.library import FLOATS
+from vllm_blend.ops.received_attention import received_attention, received_attention_oracle
+
+SPARE = 9  # keys in `scores` that no query sees
+
+
+def case(
+    device: torch.device,
+    last_keys: list[int],
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int = 16,
+    heads_first: bool = False,
+) -> dict[str, Any]:
+    """Arguments of the op but ``scores``; rows that pad and blocks of others hold NaN."""
+    num_blocks = max(last_keys) // block_size + 1
+    block_table = torch.randperm(num_blocks + 2, device=device)[:num_blocks].to(torch.int32)
+    key_cache, _ = paged_cache(
+        num_blocks + 2, block_size, num_kv_heads, head_size, dtype, device, heads_first
+    )
+    others = torch.ones(num_blocks + 2, dtype=torch.bool, device=device)
+    others[block_table.long()] = False
+    key_cache[others] = float("nan")
+    # the kernel gets queries as slices of qkv, as a model's layer does
+    qkv = torch.randn(len(last_keys), (num_heads + 2) * head_size, device=device).to(dtype)
+    last = torch.tensor(last_keys, dtype=torch.int32 if heads_first else torch.int64, device=device)
+    qkv[last < 0] = float("nan")
+    query = qkv[:, : num_heads * head_size].view(-1, num_heads, head_size)
+    # twice the usual scale: some keys receive much more than others
+    return dict(
+        query=query,
+        key_cache=key_cache,
+        block_table=block_table,
+        last_keys=last,
+        scale=2 * head_size**-0.5,
+    )
+
+
+def check_against_the_oracle(args: dict[str, Any], calls: int = 1) -> None:
+    """Calls add up, and keys beyond are left alone."""
+    num_keys = int(args["last_keys"].max()) + 1
+    scores = torch.zeros(num_keys + SPARE, device=args["query"].device)
+    scores[num_keys:] = torch.arange(SPARE)
+    expected = scores.clone()
+    for _ in range(calls):
+        received_attention(**args, scores=scores)
+        received_attention_oracle(**args, scores=expected)
+    # 16-bit products are exact in fp32; tensor cores cut off bits of their sums
+    on_tensor_cores = args["query"].is_cuda and args["query"].element_size() == 2
+    allowed = 1e-5 if on_tensor_cores else 2e-6
+    assert relative_error(scores[:num_keys], expected[:num_keys]) <= allowed
+    assert torch.equal(scores[num_keys:], expected[num_keys:])
+
+
+def last_keys_of(num_queries: int, num_keys: int) -> list[int]:
+    """Some of the prompt's last tokens; one row pads, where there are more."""
+    last_keys = [num_keys - 1 - num_keys * i // 99 for i in range(num_queries)]
+    if num_queries > 1:
+        last_keys[1] = -1
+    return last_keys
+
+
+@pytest.mark.parametrize("num_queries", [1, 5, 32])
+@pytest.mark.parametrize("num_keys", [1, 17, 100, 1000])
+@pytest.mark.parametrize(
+    "heads", [(2, 2, 32), (6, 2, 64), (8, 1, 80), (7, 1, 96), (12, 3, 128), (4, 1, 256)]
+)
+def test_equals_the_oracle(
+    device: torch.device,
+    full_size: bool,
+    num_queries: int,
+    num_keys: int,
+    heads: tuple[int, int, int],
+) -> None:
+    dtypes = FLOATS
+    if not full_size:
+        # the interpreter is slow, and multiplies bf16 bit patterns as integers
+        dtypes = (torch.float32,) if num_queries == 5 else (torch.float16,)
+        num_keys = num_keys if heads == (7, 1, 96) else min(num_keys, 200)
+    last_keys = last_keys_of(num_queries, num_keys)
+    block_size, heads_first = (16, True) if num_queries == 5 else (128, False)
+    for dtype in dtypes:
+        check_against_the_oracle(case(device, last_keys, dtype, *heads, block_size, heads_first))
+
+
+def test_calls_add_up(device: torch.device) -> None:
+    check_against_the_oracle(case(device, [40, 3, -1, 99], torch.float16, 4, 2, 32), calls=2)
+
+
+def test_the_oracle_is_a_softmax_of_each_head_and_query(device: torch.device) -> None:
+    args = case(device, [20, -1, 3, 36], torch.float32, 6, 2, 32)
+    keys = args["key_cache"][args["block_table"].long()].flatten(0, 1).double()
+    expected = torch.zeros(40, dtype=torch.float64, device=device)
+    for row, last in enumerate(args["last_keys"].tolist()):
+        for head in range(6):
+            k = keys[: last + 1, head // 3]
+            weights = (k @ args["query"][row, head].double() * args["scale"]).exp()
+            expected[: last + 1] += weights / weights.sum()
+    scores = torch.zeros_like(expected)
+    received_attention_oracle(**args, scores=scores)
+    torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_queries(device: torch.device) -> None:
+    args = case(device, [20, 3], torch.float32, 4, 2, 32)
+    args["last_keys"].fill_(-1)
+    scores = torch.arange(SPARE, dtype=torch.float32, device=device)
+    for count in (2, 0):
+        some = {name: args[name][:count] for name in ("query", "last_keys")}
+        received_attention(**(args | some), scores=scores)
+        received_attention_oracle(**(args | some), scores=scores)
+    assert scores.tolist() == list(range(SPARE))
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_queries_and_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton import knobs
+
+    torch.manual_seed(0)
+    device, heads = torch.device("cuda"), (5, 1, 48)  # heads of no other test
+    args = case(device, [3000] * 32, torch.float16, *heads)
+    scores = torch.zeros(3001, device=device)
+    received_attention(**args, scores=scores)
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **more: compiled.append(more["fn"])
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        received_attention(**args, scores=scores)
+    for last_keys in ([40] * 32, last_keys_of(32, 2900), [-1] * 31 + [0]):
+        args["last_keys"].copy_(torch.tensor(last_keys))
+        args["query"].normal_()
+        expected = torch.zeros_like(scores)
+        received_attention_oracle(**args, scores=expected)
+        results = []
+        for _ in range(2):
+            scores.zero_()
+            graph.replay()
+            results.append(scores.clone())
+        assert torch.equal(*results)
+        assert relative_error(results[0], expected) <= 1e-5
+        # the last rows alone, and tensors that begin anywhere
+        some = {name: args[name][-3:] for name in ("query", "last_keys")}
+        some["block_table"] = torch.cat([args["block_table"][:1], args["block_table"]])[1:]
+        check_against_the_oracle(args | some)
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda t: t[0], "query has shape"),
+        ("query", lambda t: t.repeat(11, 1, 1), "query has 33 rows; allowed: up to 32"),
+        ("query", lambda t: t[:, :3], "query has 3 heads, which 2 KV heads do not divide"),
+        ("query", lambda t: t.repeat(1, 1, 2)[..., ::2], "query has strides"),
+        ("key_cache", lambda t: t[..., :16], "key_cache has shape"),
+        ("key_cache", lambda t: t.half(), "key_cache is torch.float16; expected torch.float32"),
+        ("block_table", lambda t: t[None], "block_table has shape"),
+        ("block_table", lambda t: t.repeat(2)[::2], "block_table has strides"),
+        ("last_keys", lambda t: t[:1], "last_keys has shape"),
+        ("last_keys", lambda t: t.float(), "last_keys is torch.float32"),
+        ("scores", lambda t: t.double(), "scores is torch.float64; expected torch.float32"),
+        ("scores", lambda t: t[::2], "scores has strides"),
+    ],
+)
+def test_the_door_names_the_argument(
+    device: torch.device, name: str, change: Any, message: str
+) -> None:
+    args = case(device, [0, 5, 17], torch.float32, 4, 2, 32)
+    args["scores"] = torch.zeros(20, device=device)
+    with pytest.raises(ValueError, match=message):
+        received_attention(**(args | {name: change(args[name])}))

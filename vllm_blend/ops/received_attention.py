@@ -1,0 +1,107 @@
+"""What each key of a request receives of some queries' attention, over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
+from vllm_blend.ops.received_attention_kernel import MAX_QUERIES, launch
+
+
+def received_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    last_keys: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Adds to ``scores`` the queries' attention to each key, summed over queries and heads.
+
+    ``scores[j] += sum over queries i with last_keys[i] >= j and heads h of p[i, h, j]``, where
+    ``p[i, h]`` is ``softmax(scale * q k^T)`` over the keys 0 to ``last_keys[i]``. The launches depend
+    on shapes alone, so a CUDA graph that holds them is replayed with other contents; the order of the
+    sums is fixed, so the result is the same each time.
+
+    Args:
+        query: rotated, ``[num_queries, num_heads, head_size]``, at most ``MAX_QUERIES``; any strides
+            but a contiguous last dimension.
+        key_cache: rotated, ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides but a
+            contiguous last dimension.
+        block_table: blocks of the request, ``[max_num_blocks]`` int32.
+        last_keys: the last key that each query sees, ``[num_queries]``, below ``max_num_keys``; -1: the
+            row counts for nothing, and may hold anything.
+        scores: ``[max_num_keys]`` float32, contiguous; keys that no query sees are left as they are.
+
+    Raises:
+        ValueError: names the argument that does not fit.
+    """
+    check("query", query, ("num_queries", "num_heads", "head_size"), FLOATS, query)
+    num_queries, num_heads, head_size = query.shape
+    if num_queries > MAX_QUERIES:
+        raise ValueError(f"query has {num_queries} rows; allowed: up to {MAX_QUERIES}")
+    cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_size)
+    check("key_cache", key_cache, cache_shape, (query.dtype,), query)
+    if num_heads % key_cache.shape[2]:
+        raise ValueError(
+            f"query has {num_heads} heads, which {key_cache.shape[2]} KV heads do not divide"
+        )
+    check("block_table", block_table, ("max_num_blocks",), (torch.int32,), query)
+    check("last_keys", last_keys, (num_queries,), INTS, query)
+    check("scores", scores, ("max_num_keys",), (torch.float32,), query)
+    for name, tensor in (
+        ("query", query),
+        ("key_cache", key_cache),
+        ("block_table", block_table),
+        ("last_keys", last_keys),
+        ("scores", scores),
+    ):
+        check_inner_stride(name, tensor)
+    torch.ops.vllm_blend.received_attention(query, key_cache, block_table, last_keys, scores, scale)
+
+
+def received_attention_oracle(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    last_keys: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """The same in plain PyTorch, computed in the type of ``scores``; waits for the device."""
+    real = last_keys >= 0
+    query, last_keys = query[real], last_keys[real]
+    if not query.shape[0]:
+        return
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    num_keys = int(last_keys.max()) + 1
+    blocks = block_table[: -(-num_keys // block_size)].long()
+    k = key_cache[blocks].flatten(0, 1)[:num_keys].to(scores.dtype)
+    q = query.to(scores.dtype).unflatten(1, (num_kv_heads, -1))
+    seen = torch.arange(num_keys, device=query.device) <= last_keys[:, None]
+    logits = torch.einsum("qhgd,khd->hgqk", q, k) * scale
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    scores[:num_keys] += weights.sum(dim=(0, 1, 2))
+
+
+def _run(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    last_keys: torch.Tensor,
+    scores: torch.Tensor,
+    scale: float,
+) -> None:
+    if query.shape[0] == 0 or scores.shape[0] == 0:
+        return
+    attend = launch if use_triton(query) else received_attention_oracle
+    attend(query, key_cache, block_table, last_keys, scores, scale=scale)
+
+
+register(
+    "received_attention(Tensor query, Tensor key_cache, Tensor block_table, Tensor last_keys, "
+    "Tensor(a!) scores, float scale) -> ()",
+    _run,
+)
