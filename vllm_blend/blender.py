@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from vllm_blend import ranks
+from vllm_blend import drift, ranks
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
@@ -23,6 +23,7 @@ from vllm_blend.settings import BlendSettings
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
+    from vllm_blend.drift import Drift
     from vllm_blend.store import ChunkKey, ChunkStore
 
 
@@ -243,6 +244,35 @@ class Blender:
         self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
 
+    def measure_drift(self, text: str | Sequence[int] | None = None) -> Drift:
+        """Measures how the model's KV depends on where it stands, for ``BlendSettings(drift=True)``.
+
+        The text is computed as a whole and in parts, behind the blender's head. What is found serves
+        all blenders of the model.
+
+        Args:
+            text: or token ids, 1,024 or more; None: a text of our own.
+
+        Raises:
+            ValueError: if the text has too few tokens, or more than the engine takes.
+        """
+        head = self.frame.head
+        longest = self.llm.model_config.max_model_len - len(head) - 1
+        if text is None:
+            ids = text_ids(self.tokenizer, drift.text(), "text")[:longest]
+        else:
+            ids = text_ids(self.tokenizer, text, "text")
+        if not drift.MIN_TOKENS <= len(ids) <= longest:
+            raise ValueError(f"text has {len(ids)} tokens; allowed: {drift.MIN_TOKENS} to {longest}")
+        spans = drift.part_spans(len(ids))
+        whole, *parts = self.collect([ids, *(ids[start:end] for start, end in spans)])
+        fit = drift.DriftFit()
+        for (start, end), part in zip(spans, parts, strict=True):
+            here = whole.tokens(start, end)
+            fit.add(here.layers, part.layers, len(head) + start, len(head))
+        self.model.chunks.drift = fit.fit()
+        return self.model.chunks.drift
+
     def forget(self, chunk: Chunk) -> None:
         """Drops a chunk's KV from this object; the KV is freed with its last reference.
 
@@ -276,7 +306,8 @@ class Blender:
             spans.append(self._head)
         for chunk in chunks:
             if chunk.kv is not None:
-                spans.append(ChunkSpan(len(token_ids), chunk.kv, chunk.token_ids))
+                place = len(token_ids)
+                spans.append(ChunkSpan(place, chunk.kv, chunk.token_ids, len(chunk.context)))
             token_ids += chunk.token_ids
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
@@ -304,7 +335,8 @@ class Blender:
             vLLM's ``RequestOutput``, or a list of them for several prompts.
 
         Raises:
-            ValueError: if there are not as many settings, or sampling parameters, as prompts.
+            ValueError: if there are not as many settings, or sampling parameters, as prompts; if
+                settings ask for ``drift``, and it has not been measured.
         """
         many = [prompts] if isinstance(prompts, BlendPrompt) else list(prompts)
         params = sampling_params or self.llm.get_default_sampling_params()
@@ -315,6 +347,8 @@ class Blender:
             settings = [settings or self.settings] * len(many)
         elif len(settings) != len(many):
             raise ValueError(f"settings has {len(settings)} entries for {len(many)} prompts")
+        if blend and self.model.chunks.drift is None and any(s.drift for s in settings):
+            raise ValueError("drift is true, but it has not been measured; call measure_drift() first")
         plans = [BlendPlan(p.spans, s) for p, s in zip(many, settings, strict=True)] if blend else None
         outputs = self._run([p.token_ids for p in many], each, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
@@ -342,7 +376,7 @@ class Blender:
         if not self.frame.head:
             return None
         (kv,) = self.collect([self.frame.head], contexts=[()])
-        return ChunkSpan(0, kv, self.frame.head)
+        return ChunkSpan(0, kv, self.frame.head, 0)
 
     @staticmethod
     def _collect_params() -> SamplingParams:

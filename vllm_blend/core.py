@@ -153,12 +153,14 @@ def _readable(layers: Sequence[LayerKV]) -> bool:
 class ChunkSpan:
     """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
 
-    ``token_ids``, where known, are compared with the prompt's before the KV is used.
+    ``token_ids``, where known, are compared with the prompt's before the KV is used. ``computed_at``,
+    where known, is the position that the first token had when its KV was computed (``drift.py``).
     """
 
     start: int
     kv: StoredKV
     token_ids: tuple[int, ...] | None = None
+    computed_at: int | None = None
 
     @property
     def end(self) -> int:
@@ -213,12 +215,16 @@ class ChunkIds:
 
 @dataclass(frozen=True)
 class KeyedSpan:
-    """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on."""
+    """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on.
+
+    ``computed_at`` is as in ``ChunkSpan``.
+    """
 
     start: int
     end: int
     key: ChunkKey
     offset: int = 0
+    computed_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +234,19 @@ class KeyedPlan:
     spans: tuple[KeyedSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+
+
+@dataclass(frozen=True)
+class DriftPart:
+    """A request by which a server measures the model's drift (``drift.py``).
+
+    Attributes:
+        start: which token of the text it begins with; None: it is the text as a whole, and comes first.
+        num_parts: of the text.
+    """
+
+    start: int | None
+    num_parts: int
 
 
 @dataclass(eq=False)
@@ -240,6 +259,7 @@ class CollectPlan:
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
+        drift: it is kept to measure drift.
     """
 
     start: int = 0
@@ -248,6 +268,7 @@ class CollectPlan:
     kv: list[LayerKV] = field(default_factory=list)
     key: ChunkKey | None = None
     chunk: ChunkIds | None = None
+    drift: DriftPart | None = None
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object

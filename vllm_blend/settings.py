@@ -41,6 +41,8 @@ class BlendSettings:
             question; those that look at chunk heads need a span for each chunk.
         first_share: for policies of the form ``a+b``: the share of the rows that ``a`` chooses.
         seed: for ``"random"``.
+        drift: correct stored KV for where it stands (``drift.py``). The model's drift must have been
+            measured: by ``Blender.measure_drift``, or by a server whose own settings have this.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -53,6 +55,7 @@ class BlendSettings:
     policy: str = "hkvd"
     first_share: float = 0.5
     seed: int = 0
+    drift: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "check_layers", check_layer_list(self.check_layers))
@@ -71,6 +74,8 @@ class BlendSettings:
         object.__setattr__(self, "first_share", check_ratio("first_share", self.first_share))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed is {self.seed!r}; expected a whole number from 0")
+        if not isinstance(self.drift, bool):
+            raise ValueError(f"drift is {self.drift!r}; allowed: true or false")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> BlendSettings:

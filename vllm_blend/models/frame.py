@@ -14,6 +14,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.core import BlendStep, Status, StepRequest, behind_one_another
+from vllm_blend.drift import Drift
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import NO_CLOCK, StageClock
 from vllm_blend.models.load import StoredLayers, began
@@ -33,7 +34,12 @@ class Frame:
     """
 
     def __init__(
-        self, step: BlendStep, positions: torch.Tensor, context: ForwardContext, num_layers: int
+        self,
+        step: BlendStep,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        num_layers: int,
+        drift: Drift | None,
     ) -> None:
         self.step = step
         self.clock = StageClock(step, positions.device)
@@ -44,6 +50,7 @@ class Frame:
         self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
+        self._drift = drift
         self._kept_context = self.kept_context()
         self._began = began(positions.device)
         self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
@@ -200,7 +207,9 @@ class Frame:
 
     def _stored(self, requests: list[StepRequest], first_layer: int, clock: StageClock) -> StoredLayers:
         device = self.rows.device
-        return StoredLayers(requests, device, self._num_layers, first_layer, clock, self._began)
+        return StoredLayers(
+            requests, device, self._num_layers, first_layer, clock, self._began, self._drift
+        )
 
     def _tables(self) -> SegmentTables | None:
         """Where the stored KV lies that is not in the cache yet; None if it is not read as segments."""

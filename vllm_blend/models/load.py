@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.core import WIDEST_LOAD, BlendStep, StepRequest, StoredKV, behind_one_another
+from vllm_blend.drift import NUM_OCTAVES, Drift, correct, drift_weights
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import StageClock
 
@@ -96,6 +97,7 @@ class StoredLayers:
         first_layer: the first whose KV will be asked for.
         clock: measures the loads.
         after: what they wait for (``began``).
+        drift: by which all of it is corrected; what lies on the GPU is copied for that.
     """
 
     def __init__(
@@ -106,7 +108,10 @@ class StoredLayers:
         first_layer: int,
         clock: StageClock,
         after: torch.cuda.Event | None,
+        drift: Drift | None = None,
     ) -> None:
+        self._drift = drift
+        self._weights = {} if drift is None else drift_weights(requests)
         self._clock, self._device, self._num_layers = clock, device, num_layers
         self._windows: dict[StepRequest, list[Window]] = {}
         self._on_ring: list[Window] = []
@@ -145,8 +150,10 @@ class StoredLayers:
         windows = self._windows.get(request)
         if windows is None:
             with self._clock.stage("load"):
-                k, v = request.old_kv(layer)
-                return k.to(request.device), v.to(request.device)
+                k, v = (x.to(request.device) for x in request.old_kv(layer))
+                if self._drift is None or request not in self._weights:
+                    return k, v
+                return correct((k, v), self._weights[request], self._drift.matrix(layer, k))
         if self._on_ring:
             self._read(layer, layer + 1)
             self._wait(layer)
@@ -160,7 +167,10 @@ class StoredLayers:
     def _lay_out(self, requests: Sequence[StepRequest]) -> None:
         """Finds each window's place: where it lies, or in the ring."""
         found = [(request, *window) for request in requests for window in request.windows]
-        lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
+        lies_at = [
+            None if request in self._weights else span.kv.addresses(lo - span.start)
+            for request, span, lo, _ in found
+        ]
         rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
         # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
         size = (AHEAD, 2 * rows, *self._example.shape[1:])
@@ -188,6 +198,23 @@ class StoredLayers:
             self._windows.setdefault(request, []).append(window)
             if places:
                 self._on_ring.append(window)
+        if self._weights:
+            with torch.cuda.stream(self._stream):
+                self._ring_weights = self._weights_on_ring()
+
+    def _weights_on_ring(self) -> torch.Tensor:
+        """What each row of a ring's buffer needs of the layer's drift, ``[2 * num_rows, 2 *
+        NUM_OCTAVES]``: of each window the rows of K, then those of V."""
+        parts = []
+        for request, windows in self._windows.items():
+            sizes = [window.end - window.start for window in windows]
+            weight = self._weights.get(request, torch.zeros(sum(sizes), NUM_OCTAVES))
+            pieces = zip(windows, weight.split(sizes), strict=True)
+            parts += [torch.block_diag(piece, piece) for window, piece in pieces if window.places]
+        weights = torch.cat(parts).to(self._example.dtype)
+        if self._device.type == "cuda":
+            weights = weights.pin_memory()  # else the host waits for layer 0
+        return weights.to(self._device, non_blocking=True)
 
     def _has(self, layer: int) -> bool:
         """Whether a layer is there to be copied."""
@@ -203,6 +230,9 @@ class StoredLayers:
                 with self._clock.stage("load"):
                     for window in self._on_ring:
                         window.copy(layer)
+                    if self._drift is not None and self._weights:
+                        ring = self._ring[layer % AHEAD].flatten(1)
+                        _add_product(ring, self._ring_weights, self._drift.matrix(layer, ring))
                 self._ready[layer % AHEAD].record(self._stream)
             self._next = layer + 1
 
@@ -248,6 +278,10 @@ def _reads_ahead(device: torch.device) -> bool:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
+
+
+def _add_product(target: torch.Tensor, weights: torch.Tensor, matrix: torch.Tensor) -> None:
+    target.addmm_(weights, matrix)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

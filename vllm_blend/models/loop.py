@@ -109,7 +109,7 @@ class BlendModel(torch.nn.Module):
         """Runs the layers; returns ``[num_tokens, hidden_size]``, 0 in rows that were not computed."""
         output = torch.zeros_like(hidden)
         residual: torch.Tensor | None = None
-        frame = Frame(step, positions, get_forward_context(), len(self.layers))
+        frame = Frame(step, positions, get_forward_context(), len(self.layers), self.chunks.drift)
         replay: Replay | None = None
 
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer)):

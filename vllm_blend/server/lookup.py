@@ -35,6 +35,7 @@ class Lookup:
     ) -> None:
         self._chunks, self._background, self._fetches = chunks, background, fetches
         self._min_tokens = min_tokens
+        self._computed_at = len(background.context)
         self._recent = SequenceIndex(RECENT_TOKENS)
         self._num_seen = 0
 
@@ -46,7 +47,7 @@ class Lookup:
         for start, end in wish.spans:
             key = self._chunks.get(tenant, tokens[start:end])
             if key is not None:
-                spans.append(KeyedSpan(start, end, key))
+                spans.append(KeyedSpan(start, end, key, computed_at=self._computed_at))
             else:
                 missed += 1
                 self.miss(tenant, tokens[start:end])
@@ -61,7 +62,7 @@ class Lookup:
         # the last token's logits start the answer: it is always computed
         runs = self._chunks.find(tenant, windows.head(len(windows.tokens) - 1), self._min_tokens)
         return [
-            KeyedSpan(run.start, run.end, run.key, run.offset)
+            KeyedSpan(run.start, run.end, run.key, run.offset, self._computed_at + run.offset)
             for run in runs
             if isinstance(run.key, bytes)
             and not any(run.start < span.end and span.start < run.end for span in taken)

@@ -1,4 +1,4 @@
-"""The engine's own requests: the start-up check, the measurement, chunks that were missed."""
+"""The engine's own requests: the start-up check, the measurements, chunks that were missed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm_blend.core import EXTRA_ARG, KeyedPlan
 from vllm_blend.server.background import Background, chunk_context
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.drift import DriftRequests, text_of
 from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.pace import KEY as PACE_KEY
 from vllm_blend.server.pace import Pace
@@ -31,6 +32,7 @@ class OwnRequests:
 
     Attributes:
         gate: the start-up check.
+        drift: measures it.
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
     """
@@ -55,6 +57,8 @@ class OwnRequests:
         self.gate = Gate(
             model_config.get_vocab_size(), longest, model_config.dtype, settings.blend, self._make
         )
+        text = text_of(vllm_config, longest - len(context)) if settings.blend.drift else ()
+        self.drift = DriftRequests(text, context, self._make)
         self.pace: Pace | None = None
         if settings.store is not None:
             self.pace = Pace.of(vllm_config, settings, self._make)
@@ -69,22 +73,26 @@ class OwnRequests:
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
         checking = self.gate.verdict is None
-        measuring = self.gate.verdict == "" and not self._measured()
+        measuring = self.gate.verdict == "" and not (self.drift.done and self._measured())
         return checking + measuring + self.background.num_waiting
 
     def why_not(self) -> str:
         """Why nothing can be blended; "" if it can."""
         if self.gate.verdict is None:
             return "the start-up check is still running"
+        if not self.gate.verdict and not self.drift.done:
+            return "the model's drift is still being measured"
         return self.gate.verdict and f"the start-up check failed: {self.gate.verdict}"
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
 
     def measures(self, request_id: str) -> bool:
-        """Whether it is a request of the check or the measurement."""
-        return self.gate.is_mine(request_id) or (
-            self.pace is not None and self.pace.is_mine(request_id)
+        """Whether it is a request of the check or a measurement."""
+        return (
+            self.gate.is_mine(request_id)
+            or self.drift.is_mine(request_id)
+            or (self.pace is not None and self.pace.is_mine(request_id))
         )
 
     def start(self, num_unfinished: int) -> list[Any]:
@@ -92,7 +100,9 @@ class OwnRequests:
         found = self.gate.start()
         if self.gate.verdict is not None and not self.gate.told:
             self._tell_verdict()
-        if self.gate.verdict == "" and self._measured():
+        if self.gate.verdict == "" and not self.drift.done:
+            found += self.drift.start()
+        elif self.gate.verdict == "" and self._measured():
             found += self.background.start(idle=num_unfinished <= self.background.num_running)
         elif self.gate.verdict == "" and self.pace is not None:
             found += self.pace.start()
@@ -102,6 +112,10 @@ class OwnRequests:
         """One of its requests has ended with vLLM's engine output; None: it was aborted."""
         if self.gate.is_mine(request_id):
             self.gate.finish(None if output is None else first_logprobs(output.new_logprobs))
+        elif self.drift.is_mine(request_id):
+            self.drift.finish(request_id, completed=output is not None)
+            if self.drift.done:
+                self._on_ready()
         elif self.background.is_mine(request_id):
             self.background.finish(request_id, completed=output is not None)
         elif self.pace is not None:
