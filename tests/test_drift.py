@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engines import Engine
+from engines import Engine, drifting, make_engine, plan_for, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +105,24 @@ def test_correct_leaves_what_it_is_given() -> None:
     out = correct(kv, torch.rand(7, NUM_OCTAVES), torch.randn(2 * NUM_OCTAVES, HEADS * SIZE))
     assert all(map(torch.equal, kv, before))
     assert not torch.equal(out[0], kv[0])
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd_k", "ahead"])
+def test_a_step_blends_what_was_corrected(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """The same rows and answers as with KV that was corrected before, others than without."""
+    with make_engine(tiny("llama")) as engine:
+        chunks = [engine.ids(40, seed) for seed in range(3)]
+        options: dict[str, Any] = dict(recomp_ratio=0.2, policy=policy)
+        prompt, plan = plan_for(engine, chunks, engine.ids(7, 8), engine.ids(9, 9), **options)
+        drift, asked, before = drifting(engine, plan, computed_at=5)
+        monkeypatch.setattr(engine.model.chunks, "drift", drift)
+        answers = []
+        for one in (asked, before, plan):
+            tokens = run(engine, [prompt], [one])
+            answers.append((tokens, engine.flags["imp_indices"].tolist()))
+        assert answers[0] == answers[1] != answers[2]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine, make_engine, plan_for, relative_error, run
+from engines import Engine, drifting, make_engine, plan_for, relative_error, run
 
 from vllm_blend import compat
 from vllm_blend.core import StoredKV
@@ -375,12 +375,22 @@ def test_a_pass_ahead_sums_the_questions_attention(
     assert max(errors) < max(1.5 * plain, 2 * rounding)
 
 
+@pytest.mark.parametrize("drifts", [False, True], ids=["as it is", "drift"])
 @pytest.mark.parametrize("size", [None, 20])
 def test_stored_kv_may_lie_anywhere(
-    engine: Engine, chunks: list[list[int]], question: list[int], size: int | None
+    engine: Engine,
+    chunks: list[list[int]],
+    question: list[int],
+    size: int | None,
+    drifts: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answer is that of KV on the GPU; ``size``: of the windows of a chunked prefill."""
     prompt, plan = plan_for(engine, chunks, question[:1], question, recomp_ratio=0.3)
+    equal = plan
+    if drifts:
+        drift, plan, equal = drifting(engine, plan, computed_at=5)
+        monkeypatch.setattr(engine.model.chunks, "drift", drift)
     memory = PinnedMemory(1 << 26)
 
     def moved(kv: StoredKV, kind: str) -> StoredKV:
@@ -405,7 +415,8 @@ def test_stored_kv_may_lie_anywhere(
     before = scheduler.max_num_scheduled_tokens
     scheduler.max_num_scheduled_tokens = size or before
     try:
-        expected = run(engine, [prompt], [plan])
+        expected = run(engine, [prompt], [equal])
+        assert run(engine, [prompt], [plan]) == expected
         for kinds in ("pinned",), ("pageable",), ("late",), ("gpu", "pinned", "late", "pageable"):
             spans = tuple(
                 replace(span, kv=moved(span.kv, kind))
