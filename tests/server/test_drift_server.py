@@ -18,8 +18,10 @@ from vllm_blend.core import BlendPlan
 INPUTS = Path(__file__).parents[2] / "inputs"
 
 
-def test_it_measures_and_corrects_as_a_blender_does(smollm2: Path) -> None:
-    with make_engine(smollm2, additional_config={"vllm_blend": {"drift": True}}) as engine:
+def test_it_measures_and_corrects_as_a_blender_does(smollm2: Path, tmp_path: Path) -> None:
+    store = {"host_gb": 0.5, "disk": {"folder": str(tmp_path), "budget_gb": 1}}
+    config = {"vllm_blend": {"drift": True, "store": store}}
+    with make_engine(smollm2, additional_config=config) as engine:
         own = scheduler(engine).blend_own
         assert "start-up check" in own.why_not()
         drain(engine)
@@ -53,6 +55,11 @@ def test_it_measures_and_corrects_as_a_blender_does(smollm2: Path) -> None:
         assert distance(corrected, logprobs(plan(True))) < 1e-3
         assert distance(as_it_is, logprobs(plan(False))) < 1e-3
         assert distance(as_it_is, corrected) > 0.05
+
+    with make_engine(smollm2, additional_config=config) as engine:  # the first request waits for all
+        (output,) = outputs(engine, [prompt.token_ids], [{"spans": spans} | REPORT], max_tokens=1)
+        assert report(output)["loaded_chunks"] == len(spans)
+        assert engine.model.chunks.drift is not None
 
 
 def test_what_was_not_measured_is_refused(tiny: Any) -> None:

@@ -76,13 +76,19 @@ class OwnRequests:
         measuring = self.gate.verdict == "" and not (self.drift.done and self._measured())
         return checking + measuring + self.background.num_waiting
 
-    def why_not(self) -> str:
-        """Why nothing can be blended; "" if it can."""
+    @property
+    def undone(self) -> str:
+        """What must be done before a request can be blended, or cannot; "" if nothing is left."""
         if self.gate.verdict is None:
             return "the start-up check is still running"
         if not self.gate.verdict and not self.drift.done:
             return "the model's drift is still being measured"
-        return self.gate.verdict and f"the start-up check failed: {self.gate.verdict}"
+        return ""
+
+    def why_not(self) -> str:
+        """Why nothing can be blended; "" if it can."""
+        failed = f"the start-up check failed: {self.gate.verdict}" if self.gate.verdict else ""
+        return self.undone or failed
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)

@@ -117,10 +117,10 @@ class BlendScheduler:
         stock.add_request(request)
 
     def _ask(self, request: Any) -> None:
-        """Asks for the chunks that a waiting request lacks, once the start-up check is done; or first
-        for where they are, once the engine is measured."""
+        """Asks for the chunks that a waiting request lacks, once it is known if it can be blended; or
+        first for where they are, once the engine is measured."""
         fetches, pace = self.blend_fetches, self.blend_own.pace
-        if fetches is None or pace is None or self.blend_own.gate.verdict is None:
+        if fetches is None or pace is None or self.blend_own.undone:
             return
         waiting = fetches.waiting[request.request_id]
         paced = waiting.wish.paced and bool(waiting.wish.spans) and not self.blend_own.why_not()
