@@ -151,7 +151,7 @@ def test_a_real_model_s_answers_come_nearer_to_full_prefill(blender: Blender) ->
         blender.prompt(blender.chunks(one), sample["query"])
         for one, sample in zip(texts, samples, strict=True)
     ]
-    with pytest.raises(ValueError, match="drift is true, but it has not been measured"):
+    with pytest.raises(ValueError, match="drift is true, and it has not been measured"):
         blender.generate(prompts[0], settings=on)
     drift = blender.measure_drift()
     assert torch.equal(blender.measure_drift().table, drift.table)

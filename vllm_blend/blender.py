@@ -347,8 +347,6 @@ class Blender:
             settings = [settings or self.settings] * len(many)
         elif len(settings) != len(many):
             raise ValueError(f"settings has {len(settings)} entries for {len(many)} prompts")
-        if blend and self.model.chunks.drift is None and any(s.drift for s in settings):
-            raise ValueError("drift is true, but it has not been measured; call measure_drift() first")
         plans = [BlendPlan(p.spans, s) for p, s in zip(many, settings, strict=True)] if blend else None
         outputs = self._run([p.token_ids for p in many], each, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs

@@ -247,6 +247,8 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, model: BlendModel |
         raise ValueError(model.unsupported if model else "this engine's model cannot blend")
     check_can_blend(request)
     plan.check(request.prompt_token_ids, model.kv_shape)
+    if isinstance(plan, BlendPlan) and plan.settings.drift and model.chunks.drift is None:
+        raise ValueError("drift is true, and it has not been measured; see Blender.measure_drift")
     params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed
