@@ -20,8 +20,8 @@ import torch
 from vllm_blend.core import DriftPart, StepRequest, StoredKV
 from vllm_blend.layers import LayerKV
 
-FIRST_OCTAVE, NUM_OCTAVES = 2, 8
-"""Drift is piecewise linear in log2 of the position, from 2^2 to 2^10, and constant outside."""
+FIRST_OCTAVE, NUM_OCTAVES = 6, 4
+"""Drift is linear in log2 of the position within each octave from 2^6 to 2^10, and constant outside."""
 
 RIDGE = 5.0
 """In squared octaves: octaves that the text does not reach have no drift."""

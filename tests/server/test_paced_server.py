@@ -53,7 +53,7 @@ def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path:
         assert told["recomputed_tokens"] == int(0.2 * told["reused_tokens"])
         assert decision["load_s"] + decision["compute_s"] == pytest.approx(decision["ttft_s"])
 
-        line.bytes_per_s = 4e6
+        line.bytes_per_s = 2e6
         start = time.monotonic()
         _, told = ask(2)  # it is not known yet that it is slow: waited for, but not for ever
         assert told["decision"]["load"] == [True] * 3
