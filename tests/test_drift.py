@@ -56,8 +56,7 @@ def test_tokens_in_their_places_need_nothing(positions: list[int]) -> None:
 def moved(kv: list[LayerKV], drift: Drift, count: int, position: int, before: int) -> list[LayerKV]:
     at = torch.arange(count)
     weight = weights(position + at, before + at)
-    table = Drift(drift.table)  # what it keeps is of one type
-    return [correct(pair, weight, table.matrix(i, pair[0])) for i, pair in enumerate(kv)]
+    return [correct(pair, weight, drift.matrix(i, pair[0])) for i, pair in enumerate(kv)]
 
 
 def random_kv(count: int, dtype: torch.dtype = torch.float32) -> list[LayerKV]:

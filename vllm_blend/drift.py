@@ -2,9 +2,9 @@
 
 K (before RoPE) and V of a token are not the same behind 2,000 tokens as behind 40. A good part of that
 difference does not depend on the token: its mean is smooth in the logarithm of how many tokens stand
-before, and much the same for any text. It is measured once a model, on a text of our own, and then
-added to stored KV where a chunk stands farther behind than where it was computed. No token is
-recomputed for it; what is left is what recomputing is for (docs/quality.md).
+before, and nearly the same for the texts that were tried. It is measured once a model, on a text of our
+own, and then added to stored KV where a chunk stands farther behind than where it was computed. No
+token is recomputed for it; what is left is what recomputing is for (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Drift:
     table: torch.Tensor
 
     @cached_property
-    def _matrices(self) -> dict[torch.device, torch.Tensor]:
-        """By device: the table as ``[num_layers, 2 * NUM_OCTAVES, num_kv_heads * head_size]``."""
+    def _matrices(self) -> dict[tuple[torch.device, torch.dtype], torch.Tensor]:
+        """The table by device and type, ``[num_layers, 2 * NUM_OCTAVES, num_kv_heads * head_size]``."""
         return {}
 
     def matrix(self, layer: int, like: torch.Tensor) -> torch.Tensor:
@@ -75,9 +75,10 @@ class Drift:
         Args:
             like: it has the type and device of this.
         """
-        if like.device not in self._matrices:
-            self._matrices[like.device] = self.table.flatten(1, 2).flatten(2).to(like)
-        return self._matrices[like.device][layer]
+        kind = like.device, like.dtype
+        if kind not in self._matrices:
+            self._matrices[kind] = self.table.flatten(1, 2).flatten(2).to(like)
+        return self._matrices[kind][layer]
 
 
 def weights(positions: torch.Tensor, computed_at: torch.Tensor) -> torch.Tensor:

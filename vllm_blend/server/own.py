@@ -32,7 +32,7 @@ class OwnRequests:
 
     Attributes:
         gate: the start-up check.
-        drift: measures it.
+        drift: the measurement of the model's drift.
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
     """
