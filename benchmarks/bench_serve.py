@@ -74,6 +74,9 @@ def main() -> None:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.16], help="recomp_ratio, in turns (0.16)"
     )
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, help="more of the blending server's, as JSON"
+    )
     parser.add_argument("--ram-gb", type=float, default=8, help="for chunks' KV (8)")
     parser.add_argument("--server-args", help="for both servers (default: --dtype, --max-model-len)")
     options = parser.parse_args()
@@ -94,7 +97,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     server_args = options.server_args or server_args
     corpus = documents(options.documents, options.chunk_tokens, pathlib.Path(model))
     prompts = trace(corpus, options.requests, options.chunks)
-    settings = {"ram_gb": options.ram_gb, "log_requests": False}
+    settings = {"ram_gb": options.ram_gb, "log_requests": False} | options.settings
     config = json.dumps({"vllm_blend": settings})
     path = {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
     servers: dict[str, tuple[list[str], dict[str, str]]] = {

@@ -58,6 +58,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.08, 0.16, 0.3])
     parser.add_argument("--policies", nargs="+", default=["hkvd"], help="how tokens are chosen (hkvd)")
+    parser.add_argument(
+        "--drift", action="store_true", help="cuda: beside each blend, one corrected for drift"
+    )
     parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
     parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
     options = parser.parse_args()

@@ -29,6 +29,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_blend import BlendSettings, blend_model
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
+from vllm_blend.drift import NUM_OCTAVES, Drift
 from vllm_blend.layers import BlockLayers
 
 COMMON = dict(
@@ -129,7 +130,7 @@ def run_shape(
     results: list[dict[str, Any]] = []
     lines: list[tuple[int, str, dict[str, float]]] = []
     for num_tokens in options.tokens:
-        methods = bench.methods(num_tokens, options.ratios, options.policies)
+        methods = bench.methods(num_tokens, options.ratios, options.policies, options.drift)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
         for name, seconds in times.items():
             speedup = median(s / b for s, b in zip(times["stock"], seconds, strict=True))
@@ -214,6 +215,9 @@ class Bench:
         self.num_layers = self.model.kv_shape.num_layers
         self.vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
         self.device = next(self.model.parameters()).device
+        shape = self.model.kv_shape
+        size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
+        self.model.chunks.drift = Drift(torch.randn(size, device=self.device))
         self._tails = 0
 
     def tokens(self, count: int, seed: int) -> list[int]:
@@ -233,8 +237,9 @@ class Bench:
         self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
 
     def methods(
-        self, num_tokens: int, ratios: list[float], policies: list[str]
+        self, num_tokens: int, ratios: list[float], policies: list[str], drift: bool
     ) -> dict[str, Callable[[], object]]:
+        """What is measured, by name; with ``drift``, all blends also corrected for a made-up one."""
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS
@@ -242,9 +247,10 @@ class Bench:
         found["prefix hit"] = partial(self.prefix_hit, token_ids[:first], num_tokens)
         for place in ("gpu", "pinned") if self.device.type == "cuda" else ("host",):
             spans = self.spans(num_tokens, place)
-            for policy, ratio in product(policies, ratios):
-                plan = BlendPlan(spans, BlendSettings(recomp_ratio=ratio, policy=policy))
-                found[f"{policy} {ratio:.0%}, KV {place}"] = partial(self.run, token_ids, plan)
+            for policy, ratio, moved in product(policies, ratios, (False, True) if drift else (False,)):
+                settings = BlendSettings(recomp_ratio=ratio, policy=policy, drift=moved)
+                name = f"{policy} {ratio:.0%}{', drift' if moved else ''}, KV {place}"
+                found[name] = partial(self.run, token_ids, BlendPlan(spans, settings))
         return found
 
     def prefix_hit(self, prefix: list[int], num_tokens: int) -> None:
@@ -265,7 +271,7 @@ class Bench:
             )
             for layer in block:
                 layer.copy_(self.random(layer.shape))
-            spans.append(ChunkSpan(chunk * size, StoredKV(BlockLayers(block))))
+            spans.append(ChunkSpan(chunk * size, StoredKV(BlockLayers(block)), computed_at=0))
         return tuple(spans)
 
     def random(self, size: tuple[int, ...]) -> torch.Tensor:
