@@ -157,6 +157,7 @@ def test_the_tuner_s_command_line_cuts_answers_and_writes_settings(
     data.write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
     run = ["--task", "synthetic", "--data", str(data), "--max-tokens", "1", "--policies", "random"]
+    run += ["--no-drift"]
     more = ["--ratios", "1", "--settings", str(settings), "--output", str(tmp_path / "tune")]
     tune_main([*run, *more])
     assert json.loads(settings.read_text()) == {"recomp_ratio": 1.0, "policy": "random"}
@@ -243,11 +244,14 @@ def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path)
     best = tune(runner, TASKS["synthetic"], examples, 0.9, ("random", "ahead"), (0.1, 1.0))
     assert best is not None and best.recovered is not None and best.recovered >= 0.9
     tried = {r.method for r in runner.results}
-    smaller = [s for s in summarize(runner.results) if "@" in s.method and s.method[-3:] == "0.1"]
-    assert best.method.endswith("0.1") or all((s.recovered or 0) < 0.9 for s in smaller)
-    assert not any(m.endswith("@1") for m in tried) or best.method.endswith("@1")
+    assert {f"{name}@0.1{more}" for name in ("random", "ahead") for more in ("", ":drift=on")} <= tried
+    smaller = [s for s in summarize(runner.results) if "@0.1" in s.method]
+    assert "@0.1" in best.method or all((s.recovered or 0) < 0.9 for s in smaller)
+    assert not any("@1" in m for m in tried) or "@1" in best.method
     values = json.loads(json.dumps(settings_of(best.method)))
-    assert BlendSettings.from_mapping(values).policy == best.method.split("@")[0]
-    assert tune(runner, TASKS["synthetic"], examples, 1.0, ("random",), (0.1,)) is None
+    found = BlendSettings.from_mapping(values)
+    assert found.policy == best.method.split("@")[0]
+    assert found.drift == best.method.endswith(":drift=on")
+    assert tune(runner, TASKS["synthetic"], examples, 1.0, ("random",), (0.1,), drift=False) is None
     with pytest.raises(ValueError, match="quality is 2"):
         tune(runner, TASKS["synthetic"], examples, 2)

@@ -90,6 +90,11 @@ def test_other_versions_are_left_alone_with_a_sentence(
         assert registered == list(plugin.ARCHITECTURES)
 
 
+def test_a_model_that_was_not_patched_says_why() -> None:
+    assert "GPT2LMHeadModel cannot blend; supported: Llama" in plugin.why_not_patched("GPT2LMHeadModel")
+    assert "has not loaded the plugin" in plugin.why_not_patched("LlamaForCausalLM")
+
+
 def test_the_paper_scripts_chain_reaches_the_model(llama: Engine) -> None:
     chain = llama.llm.llm_engine.model_executor.driver_worker.model_runner.model.model
     assert chain is vllm_blend.blend_model(llama.llm)
@@ -203,7 +208,7 @@ except RuntimeError as error:
     ("options", "environment", "sentence"),
     [
         ({"enable_lora": True, "enforce_eager": True}, {}, "blending does not support LoRA"),
-        ({"enforce_eager": True}, {"VLLM_PLUGINS": "none"}, "LlamaForCausalLM cannot blend"),
+        ({"enforce_eager": True}, {"VLLM_PLUGINS": "none"}, "has not loaded the plugin vllm_blend"),
         (
             {"enforce_eager": True},
             {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},

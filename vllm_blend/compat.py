@@ -48,7 +48,7 @@ from vllm_blend.core import (
     StepRequest,
 )
 from vllm_blend.door import flagged_plan
-from vllm_blend.plugin import ARCHITECTURES
+from vllm_blend.plugin import ARCHITECTURES, why_not_patched
 from vllm_blend.server.admission import admit as admit_wish
 from vllm_blend.server.admission import check_can_blend, count_reports
 from vllm_blend.server.config import ServerSettings
@@ -146,12 +146,7 @@ def blend_model(llm: Any) -> BlendModel:
     outer = executor.driver_worker.model_runner.get_model()
     model: Any = getattr(outer, "model", None)
     if not hasattr(model, "cache_fuse_metadata"):
-        from vllm_blend.plugin import ARCHITECTURES, why_not_registered
-
-        raise RuntimeError(
-            why_not_registered()
-            or f"{type(outer).__name__} cannot blend; supported: {', '.join(ARCHITECTURES)}"
-        )
+        raise RuntimeError(why_not_patched(type(outer).__name__))
     if model.unsupported is not None:
         raise RuntimeError(model.unsupported)
     return cast("BlendModel", model)

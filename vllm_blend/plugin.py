@@ -43,6 +43,18 @@ def why_not_registered() -> str | None:
     return None
 
 
+def why_not_patched(architecture: str) -> str:
+    """Why a model of this architecture is vLLM's own class, as a sentence."""
+    if reason := why_not_registered():
+        return reason
+    if architecture not in ARCHITECTURES:
+        return f"{architecture} cannot blend; supported: {', '.join(ARCHITECTURES)}"
+    return (
+        "vLLM has not loaded the plugin vllm_blend; install this package where vLLM runs (pip install "
+        "-e . --no-deps), and name it in VLLM_PLUGINS if that is set"
+    )
+
+
 def register() -> None:
     """Registers the patched classes; with another vLLM it warns and leaves vLLM as it is."""
     if reason := why_not_registered():

@@ -4,7 +4,9 @@
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
-tokens: 0 is full reuse, 1 full prefill. The settings file is what ``BlendSettings.from_mapping`` reads.
+tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, and
+corrected for drift, which helps some models and harms others. The settings file is what
+``BlendSettings.from_mapping`` reads.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ def tune(
     quality: float,
     policies: Sequence[str] = POLICIES,
     ratios: Sequence[float] = RATIOS,
+    drift: bool = True,
 ) -> Summary | None:
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
+
+    With ``drift`` each is tried a second time, on KV that is corrected for the model's drift.
 
     Returns:
         The best method of the first ratio at which there is one; None if there is none at any.
@@ -48,7 +53,8 @@ def tune(
     if not 0 <= quality <= 1:
         raise ValueError(f"quality is {quality}; allowed: 0 to 1")
     for ratio in sorted(ratios):
-        names = [f"{policy}@{ratio:g}" for policy in policies]
+        plain = [f"{policy}@{ratio:g}" for policy in policies]
+        names = [*plain, *(f"{name}:drift=on" for name in plain)] if drift else plain
         found = summarize(runner.run(task, examples, ["reuse", *names]))
         good = [s for s in found if s.method in names and (s.recovered or 0.0) >= quality]
         if good:
@@ -71,13 +77,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=TASKS, required=True, help="how the prompts are put")
     parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
     parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
+    parser.add_argument("--no-drift", action="store_true", help="leave KV as it is: half the time")
     parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
     options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
     examples = read_examples(options.data, options.limit, options.max_passages)[options.skip :]
     runner, task = runner_of(options.task, options, False, "tune")
-    best = tune(runner, task, examples, options.quality, options.policies, options.ratios)
+    drift = not options.no_drift
+    best = tune(runner, task, examples, options.quality, options.policies, options.ratios, drift)
     if best is None:
         parser.exit(
             1, f"no policy removes {options.quality:.0%} at ratios up to {max(options.ratios)}\n"
