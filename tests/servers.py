@@ -111,10 +111,16 @@ class ProxyHandler(BaseHTTPRequestHandler):
             server.released.wait(60)
             self.close_connection = True
             return
-        connection = http.client.HTTPConnection(server.endpoint, timeout=60)
-        connection.request(self.command, self.path, body, dict(self.headers))
-        answer = connection.getresponse()
-        data = answer.read()
+        for left in (2, 1, 0):  # what fails is to fail by the mode alone
+            connection = http.client.HTTPConnection(server.endpoint, timeout=60)
+            try:
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                data = answer.read()
+                break
+            except (OSError, http.client.HTTPException):
+                if not left:
+                    raise
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "server", "date"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,24 @@ def throttle(patch: pytest.MonkeyPatch, seconds: float) -> None:
         return stock(self, offset, into)
 
     patch.setattr(FileSource, "read", read)
+
+
+@contextmanager
+def reads_held() -> Iterator[list[int]]:
+    """No read from disk ends before the context does; the list gets an entry for each that does."""
+    stock, released, ended = FileSource.read, threading.Event(), list[int]()
+
+    def read(self: FileSource, offset: int, into: memoryview) -> int:
+        released.wait(60)
+        ended.append(offset)
+        return stock(self, offset, into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSource, "read", read)
+        try:
+            yield ended
+        finally:
+            released.set()
 
 
 def ask(
@@ -178,9 +197,9 @@ def test_chunks_on_a_slow_tier_are_computed(
             assert told["loaded_chunks"] == 3  # it was not known
             assert found == known
             forget(engine)
-            start = time.monotonic()
-            _, told, _ = ask(engine, [1, 2, 3])
-            assert time.monotonic() - start < 0.3  # nobody waited for a read
+            with reads_held() as ended:
+                _, told, _ = ask(engine, [1, 2, 3])
+                assert not ended  # nobody waited for a read
             assert told["reused_tokens"] == 0
             assert told["decision"]["load"] == [False] * 3
             assert told["decision"]["slow_chunks"] == {"disk": 3}
