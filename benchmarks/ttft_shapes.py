@@ -215,9 +215,6 @@ class Bench:
         self.num_layers = self.model.kv_shape.num_layers
         self.vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
         self.device = next(self.model.parameters()).device
-        shape = self.model.kv_shape
-        size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
-        self.model.chunks.drift = Drift(torch.randn(size, device=self.device))
         self._tails = 0
 
     def tokens(self, count: int, seed: int) -> list[int]:
@@ -240,6 +237,10 @@ class Bench:
         self, num_tokens: int, ratios: list[float], policies: list[str], drift: bool
     ) -> dict[str, Callable[[], object]]:
         """What is measured, by name; with ``drift``, all blends also corrected for a made-up one."""
+        if drift:
+            shape = self.model.kv_shape
+            size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
+            self.model.chunks.drift = Drift(torch.randn(size, device=self.device))
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS

@@ -152,7 +152,8 @@ def test_a_real_model_s_answers_come_nearer_to_full_prefill(blender: Blender) ->
     ]
     with pytest.raises(ValueError, match="drift is true, and it has not been measured"):
         blender.generate(prompts[0], settings=on)
-    blender.measure_drift()
+    drift = blender.measure_drift()
+    assert torch.equal(blender.measure_drift().table, drift.table)
     try:
         full = [suffix_logits(blender, prompt, blend=False) for prompt in prompts]
         pairs = list(zip(prompts, full, strict=True))

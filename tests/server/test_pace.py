@@ -196,10 +196,13 @@ def test_chunks_on_a_slow_tier_are_computed(
             found, told, _ = ask(engine, [1, 2, 3])
             assert told["loaded_chunks"] == 3  # it was not known
             assert found == known
+            waited = told["wait_seconds"]
+            assert waited >= 0.3
             forget(engine)
             with reads_held() as ended:
                 _, told, _ = ask(engine, [1, 2, 3])
                 assert not ended  # nobody waited for a read
+            assert told["wait_seconds"] < waited
             assert told["reused_tokens"] == 0
             assert told["decision"]["load"] == [False] * 3
             assert told["decision"]["slow_chunks"] == {"disk": 3}

@@ -4,8 +4,8 @@
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
-tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, and
-corrected for drift, which helps some models and harms others. The settings file is what
+tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, and corrected for
+drift, which helps some models and harms others. The settings file is what
 ``BlendSettings.from_mapping`` reads.
 """
 
