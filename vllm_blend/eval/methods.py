@@ -8,7 +8,8 @@
                   ``reuse:drift=on`` has stored KV corrected for where it stands
 ``...:behind=``   last: with chunks computed behind something else than the prompt's head: ``nothing``,
                   ``bos``, ``another`` (an instruction that is not the prompt's), ``before`` (the head,
-                  then the 128 tokens before it in its passage)
+                  then the 128 tokens before it in its passage), ``others`` (a prompt's first chunk: the
+                  head; the others: the head, then 512 tokens of another example's passages)
 ``mapreduce``     an answer from each chunk alone, then one from these answers
 ``maprerank``     an answer from each chunk alone; the one that the model is surest of
 """
@@ -27,11 +28,14 @@ BEHIND: dict[str, str] = {
     "bos": "",
     "another": "Here are some texts. Read them, and do what is asked at the end.",
     "before": "",
+    "others": "",
 }
-"""Other heads to compute chunks behind; ``bos`` and ``before`` are filled in by ``runner.py``."""
+"""What else chunks are computed behind; ``runner.py`` fills in what is empty here."""
 
 OVERLAP = 128
 """Tokens of a chunk's passage that it is computed behind, with ``:behind=before``."""
+STAND_IN = 512
+"""Tokens of another example that it is computed behind, with ``:behind=others``."""
 
 _VALUES: dict[str, Callable[[str], Any]] = {
     "mask": str,

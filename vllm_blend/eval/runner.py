@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from vllm_blend.eval import asking, forcing
 from vllm_blend.eval.data import Example
-from vllm_blend.eval.methods import BEHIND, OVERLAP, blend_settings, split_behind
+from vllm_blend.eval.methods import BEHIND, OVERLAP, STAND_IN, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
 
@@ -123,6 +123,7 @@ class Runner:
             )
         found.write_text(json.dumps(asdict(protocol)) + "\n")
         self.results = read_results(folder)
+        self._other: dict[Example, Example] = {}
 
     def run(self, task: Task, examples: Iterable[Example], methods: Sequence[str]) -> list[Result]:
         """Results of ``methods`` (and ``full``) on ``examples``, those found in the folder included.
@@ -130,11 +131,14 @@ class Runner:
         If one of them asks for the model's drift, that is measured first, behind the task's head.
 
         Raises:
-            ValueError: names a method that is not known, or an id that several examples have.
+            ValueError: names a method that is not known, an id that several examples have, or an
+                example without another that a method needs.
         """
         # refuses an unknown one before the first is run
         wanted = [blend_settings(method) for method in methods]
         examples = list(examples)
+        if any(split_behind(method)[1] == "others" for method in methods):
+            self._other = others(examples)
         if len(ids := Counter(example.id for example in examples)) < len(examples):
             name, count = ids.most_common(1)[0]
             raise ValueError(f"{count} examples have the id {name!r}; results are told apart by it")
@@ -188,23 +192,44 @@ class Runner:
         head: str | list[int] = task.header
         if behind == "bos":
             head = [bos_id(tokenizer)]
-        elif behind is not None and behind != "before":
+        elif behind in ("nothing", "another"):
             head = BEHIND[behind]
-        protocol = self.protocol
-        ids = [
-            task.pieces(tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens)
-            for example in examples
+        ids = [self._pieces(task, example) for example in examples]
+        before = [
+            text
+            for example, own in zip(examples, ids, strict=True)
+            for text in self._before(task, example, own, behind)
         ]
-        pieces = [piece for own in ids for piece in own]
-        overlap = OVERLAP if behind == "before" else 0
-        before = [text[max(len(text) - overlap, 0) :] for _, text in pieces]
-        chunks = iter(self.blender.chunks([piece for piece, _ in pieces], head=head, before=before))
+        pieces = [piece for own in ids for piece, _ in own]
+        chunks = iter(self.blender.chunks(pieces, head=head, before=before))
         found = []
         for example, own in zip(examples, ids, strict=True):
             these = list(islice(chunks, len(own)))
             prompt = self.blender.prompt(these, task.ask(example), head=task.header)
             found.append(asking.Asker(self.blender, task, example, these, prompt))
         return found
+
+    def _pieces(self, task: Task, example: Example) -> list[tuple[list[int], list[int]]]:
+        protocol = self.protocol
+        return task.pieces(
+            self.blender.tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens
+        )
+
+    def _before(
+        self,
+        task: Task,
+        example: Example,
+        pieces: Sequence[tuple[list[int], list[int]]],
+        behind: str | None,
+    ) -> list[Sequence[int]]:
+        """What each chunk of an example is computed behind, besides the head."""
+        if behind == "before":
+            return [text[-OVERLAP:] for _, text in pieces]
+        if behind != "others":
+            return [()] * len(pieces)
+        theirs = [piece for piece, _ in self._pieces(task, self._other[example])]
+        text = tuple(chain.from_iterable(self.blender.token_ids(theirs)))[-STAND_IN:]
+        return [(), *([text] * (len(pieces) - 1))]
 
     def _compare(self, cells: Sequence[Cell]) -> None:
         """Fills in how far each blended prompt is, and the answer where that tells it."""
@@ -267,6 +292,24 @@ class Runner:
 def _fill(cells: Sequence[Cell], answers: Sequence[asking.Answer]) -> None:
     for cell, answer in zip(cells, answers, strict=True):
         cell.answer = answer
+
+
+def others(examples: Sequence[Example]) -> dict[Example, Example]:
+    """For each the next one that has no passage in common with it; the last is followed by the first.
+
+    Raises:
+        ValueError: names one that has a passage in common with all others.
+    """
+    found = {}
+    for at, example in enumerate(examples):
+        texts = {passage.text for passage in example.passages}
+        for other in (*examples[at + 1 :], *examples[:at]):
+            if texts.isdisjoint(passage.text for passage in other.passages):
+                found[example] = other
+                break
+        else:
+            raise ValueError(f"{example.id!r} has a passage in common with every other example")
+    return found
 
 
 def bos_id(tokenizer: Any) -> int:
