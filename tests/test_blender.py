@@ -12,6 +12,7 @@ from engines import Engine
 
 from vllm_blend import Blender, BlendSettings
 from vllm_blend.quality import kl_divergence, suffix_logits
+from vllm_blend.settings import STAND_IN_SETTINGS
 
 INPUTS = Path(__file__).parent.parent / "inputs"
 
@@ -225,3 +226,44 @@ def test_stored_kv_is_what_a_chunk_is_kept_as(blender: Blender) -> None:
     chunk.kv.check(shape, len(chunk.token_ids))
     assert chunk.kv.num_bytes == 2 * 30 * len(chunk.token_ids) * 3 * 64 * 4
     assert all(t.dtype == torch.float32 for layer in chunk.kv.layers for t in layer)
+
+
+def test_all_chunks_but_the_first_are_computed_behind_the_stand_in(
+    smollm2_engine: Engine, texts: list[str]
+) -> None:
+    stand_in = texts[3]
+    blender = Blender(smollm2_engine.llm, stand_in=stand_in)
+    assert blender.settings == STAND_IN_SETTINGS
+    assert blender.stand_in == blender.token_ids([stand_in])[0]
+    head = blender.frame.head
+    chunks = blender.chunks(texts[:3])
+    assert [chunk.context for chunk in chunks] == [head + blender.stand_in] * 3
+    question, reuse = "What is the limit?", BlendSettings(recomp_ratio=0)
+
+    # where the stand-in itself stands first, the second chunk's KV is exact, and the first's as well
+    prompt = blender.prompt([blender.chunk(stand_in), chunks[0]], question)
+    first, second = prompt.spans[1:]
+    assert (first.computed_at, second.computed_at) == (len(head), len(head + blender.stand_in))
+    full = suffix_logits(blender, prompt, blend=False)
+    assert kl_divergence(full, suffix_logits(blender, prompt, settings=reuse)) < 1e-6
+    # behind the head alone it is not
+    plain = Blender(smollm2_engine.llm, stand_in="")
+    assert plain.settings == BlendSettings()
+    apart = plain.prompt(plain.chunks([stand_in, texts[0]]), question)
+    assert kl_divergence(full, suffix_logits(plain, apart, settings=reuse)) > 1e-3
+
+    # the first chunk's KV is computed once, and forgotten with the chunk
+    number = len(blender._chunks)
+    prompts = [blender.prompt(chunks, question) for _ in range(2)]
+    assert prompts[0].spans[1].kv is prompts[1].spans[1].kv is not chunks[0].kv
+    assert [span.kv for span in prompts[0].spans[2:]] == [chunk.kv for chunk in chunks[1:]]
+    assert len(blender._chunks) == number + 1
+    blender.forget(chunks[0])
+    assert len(blender._chunks) == number - 1
+    assert blender.contexts(3) == [head, head + blender.stand_in, head + blender.stand_in]
+
+    # a text's own beginning takes the place of the stand-in
+    (document,) = blender.chunks([texts[0]], before=["One two."])
+    assert document.context == head + blender.token_ids(["One two."], separated=False)[0]
+    with pytest.raises(ValueError, match="stand_in has 9000 tokens; allowed: "):
+        Blender(smollm2_engine.llm, stand_in=[5] * 8999, separator="\n")

@@ -18,7 +18,7 @@ from vllm_blend import drift, ranks
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
-from vllm_blend.settings import BlendSettings
+from vllm_blend.settings import STAND_IN_SETTINGS, BlendSettings
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -57,17 +57,22 @@ class Blender:
 
     A chunk's KV is computed behind the prompt's head alone (BOS, system message, chat template, and
     ``head``), as it will stand in prompts: behind nothing, a chunk's first token takes the attention
-    that a prompt's first token gets, and answers suffer (docs/quality.md). Without a store it is kept
-    in memory under its head and token ids until ``forget``. With one, a chunk is looked up there before
-    it is computed, and what is computed is put there.
+    that a prompt's first token gets, and answers suffer (docs/quality.md). With a stand-in, chunks that
+    do not stand first in a prompt are computed behind that too. Without a store a chunk is kept in
+    memory, under what it is computed behind and its token ids, until ``forget``. With one, it is looked
+    up there before it is computed, and what is computed is put there.
 
     Args:
         llm: made with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
-        settings: which tokens are recomputed; see ``BlendSettings``.
+        settings: which tokens are recomputed; None: ``BlendSettings()``, with a stand-in
+            ``STAND_IN_SETTINGS``.
         chat: put prompts into the model's chat template; None: if it has one.
         system: system message of the chat template; None: the template's default.
         head: what every prompt begins with behind BOS or the template's marks, such as an instruction;
             text (a separator follows it) or token ids (likewise). "": nothing.
+        stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
+            corpus; text (a separator follows it) or token ids (likewise). It stands in for the chunks
+            before a chunk, so that stored KV is nearer to what the prompt makes of it. "": nothing.
         separator: text behind each chunk; it becomes part of the chunk.
         store: where chunks are kept; whoever made it closes it.
         salt: of the tenant whose chunks these are: others do not find them in the store.
@@ -75,7 +80,11 @@ class Blender:
     Raises:
         RuntimeError: if the model cannot blend; says why.
         FileNotFoundError: if there is a store, and no weights to tell the model by.
-        ValueError: if ``chat`` is True and there is no template.
+        ValueError: if ``chat`` is True and there is no template, or if head and stand-in leave no room
+            for a chunk.
+
+    Attributes:
+        stand_in: its token ids.
     """
 
     def __init__(
@@ -86,13 +95,14 @@ class Blender:
         chat: bool | None = None,
         system: str | None = None,
         head: str | Sequence[int] = "",
+        stand_in: str | Sequence[int] = "",
         separator: str = "\n\n",
         store: ChunkStore | None = None,
         salt: str = "",
     ) -> None:
         self.llm = llm
         self.model = blend_model(llm)
-        self.settings = settings or BlendSettings()
+        self.settings = settings or (STAND_IN_SETTINGS if len(stand_in) else BlendSettings())
         self.settings.check_num_layers(self.model.kv_shape.num_layers)
         self.tokenizer = llm.get_tokenizer()
         if chat is None:
@@ -103,6 +113,12 @@ class Blender:
         self._around = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
         self.frame = Frame(self._head_ids(head), self._around.tail)
+        self.stand_in: TokenIds = ()
+        if len(stand_in):
+            self.stand_in = text_ids(self.tokenizer, stand_in, "stand_in") + self.separator
+            room = llm.model_config.max_model_len - len(self.frame.head) - 2
+            if len(self.stand_in) > room:
+                raise ValueError(f"stand_in has {len(self.stand_in)} tokens; allowed: {room} at most")
         self.store = store
         self._salt = salt
         # with a store, what nobody uses is its business
@@ -138,9 +154,9 @@ class Blender:
 
         Args:
             token_ids: the separator is among them.
-            context: all token ids that it is computed behind; None: the blender's head.
+            context: all token ids that it is computed behind; None: the blender's head and stand-in.
         """
-        context = self.frame.head if context is None else context
+        context = self.frame.head + self.stand_in if context is None else context
         return self._model_key.chunk(token_ids, context, self._salt)
 
     def chunks(
@@ -157,8 +173,8 @@ class Blender:
         Args:
             texts: or token ids.
             head: what they are computed behind instead of the blender's; "": the frame alone.
-            before: for each, the end of what stands before it in its own text, or "": it is computed
-                behind the head and this; see ``document``.
+            before: for each, the end of what stands before it in its own text: it is computed behind
+                the head and this; see ``document``. "": behind the head and the stand-in.
             separated: the separator follows each, and is part of it.
             use_tqdm: shows vLLM's progress bar.
 
@@ -172,10 +188,22 @@ class Blender:
             raise ValueError(f"before has {len(before)} entries for {len(ids)} texts")
         start = self._head_ids(head)
         contexts = [
-            start + text_ids(self.tokenizer, text, f"before {i}") if len(text) else start
+            start + (text_ids(self.tokenizer, text, f"before {i}") if len(text) else self.stand_in)
             for i, text in enumerate(before)
         ]
-        wanted = list(zip(contexts, ids, strict=True))
+        return self.obtain(list(zip(contexts, ids, strict=True)), use_tqdm)
+
+    def contexts(self, num_chunks: int) -> list[TokenIds]:
+        """What the chunks of a prompt are computed behind, in their order: the first one the head, the
+        others the stand-in too."""
+        head = self.frame.head
+        return [head if index == 0 else head + self.stand_in for index in range(num_chunks)]
+
+    def obtain(
+        self, wanted: Sequence[tuple[TokenIds, TokenIds]], use_tqdm: bool = False
+    ) -> list[Chunk]:
+        """Chunks by what they are computed behind and their own token ids: from memory, from the store,
+        or computed now."""
         chunks = {pair: c for pair in wanted if (c := self._chunks.get(pair)) is not None}
         unknown = [pair for pair in dict.fromkeys(wanted) if pair not in chunks]
         chunks |= {(c.context, c.token_ids): c for c in self._look_up(unknown)}
@@ -279,6 +307,7 @@ class Blender:
         A store keeps it.
         """
         self._chunks.pop((chunk.context, chunk.token_ids), None)
+        self._chunks.pop((self._without_stand_in(chunk.context), chunk.token_ids), None)
 
     def prompt(
         self,
@@ -291,7 +320,9 @@ class Blender:
         """Head, chunks in this order, question, tail; then ``answer``, to go on from its token ids.
 
         Args:
-            chunks: computed behind any head; best behind this prompt's.
+            chunks: computed behind any head; best behind this prompt's. For the first one, if it is
+                computed behind the stand-in, its KV behind the head alone is taken, and computed where
+                it is not there yet.
             question, answer: text or token ids; token ids.
             head: of this prompt instead of the blender's; it is computed with the prompt.
 
@@ -302,6 +333,9 @@ class Blender:
             raise ValueError("chunks is empty; blending needs at least one chunk")
         token_ids = list(self._head_ids(head))
         spans = []
+        first = chunks[0]
+        if first.kv is not None and (behind := self._without_stand_in(first.context)) != first.context:
+            chunks = [*self.obtain([(behind, first.token_ids)]), *chunks[1:]]
         if self._head is not None and self._head.token_ids == tuple(token_ids):
             spans.append(self._head)
         for chunk in chunks:
@@ -356,6 +390,11 @@ class Blender:
         if head is None:
             return self.frame.head
         return head_ids(self.tokenizer, self._around, head, self.separator)
+
+    def _without_stand_in(self, context: TokenIds) -> TokenIds:
+        """A context without the stand-in at its end, if it has it."""
+        size = len(self.stand_in)
+        return context[:-size] if size and context[-size:] == self.stand_in else context
 
     def _look_up(self, chunks: Sequence[tuple[TokenIds, TokenIds]]) -> list[Chunk]:
         """What the store has of these contexts and token ids."""

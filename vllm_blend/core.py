@@ -212,6 +212,11 @@ class ChunkIds:
     token_ids: tuple[int, ...]
     context: tuple[int, ...] = ()
 
+    @property
+    def shelf(self) -> tuple[str, tuple[int, ...]]:
+        """What it has in common with others: whose they are, and what they are computed behind."""
+        return self.tenant, self.context
+
 
 @dataclass(frozen=True)
 class KeyedSpan:

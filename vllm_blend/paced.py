@@ -178,7 +178,8 @@ class PacedBlender:
         """
         blender = self.blender
         ids = blender.token_ids(texts)
-        keys = [blender.key(one) for one in ids]
+        contexts = blender.contexts(len(ids))
+        keys = [blender.key(*pair) for pair in zip(ids, contexts, strict=True)]
         tiers = tuple(self.store.locate(key) for key in keys)
         question = text_ids(blender.tokenizer, question, "question")
         if decision is None:
@@ -194,8 +195,8 @@ class PacedBlender:
         wanted = [key for key, load in zip(keys, decision.load, strict=True) if load]
         found = iter(self.store.get_many(wanted, layerwise=True))
         chunks = [
-            Chunk(one, next(found) if load else None)
-            for one, load in zip(ids, decision.load, strict=True)
+            Chunk(one, next(found) if load else None, context)
+            for one, context, load in zip(ids, contexts, decision.load, strict=True)
         ]
         prompt = blender.prompt(chunks, question)
         settings = replace(blender.settings, recomp_ratio=decision.ratio)
@@ -214,8 +215,9 @@ class PacedBlender:
     def _catch_up(self, chunks: Sequence[Chunk], tiers: Sequence[str | None]) -> None:
         """Chunks that were computed with the prompt are kept for the next one."""
         left_out = [(c, tier) for c, tier in zip(chunks, tiers, strict=True) if c.kv is None]
-        self.store.prefetch([self.blender.key(c.token_ids) for c, tier in left_out if tier is not None])
-        self.blender.chunks([c.token_ids for c, tier in left_out if tier is None], separated=False)
+        below = [self.blender.key(c.token_ids, c.context) for c, tier in left_out if tier is not None]
+        self.store.prefetch(below)
+        self.blender.obtain([(c.context, c.token_ids) for c, tier in left_out if tier is None])
 
 
 def _log(decision: Decision, tiers: Sequence[str | None]) -> None:

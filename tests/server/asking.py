@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engines import Engine
+
+from vllm_blend.core import ChunkIds
+from vllm_blend.server.chunks import chunk_key
 
 REPORT = {"report": True}
 
@@ -40,6 +44,13 @@ def answer(output: Any) -> list[int]:
 def report(output: Any) -> dict[str, Any]:
     found: dict[str, Any] = output.kv_transfer_params["blend"]
     return found
+
+
+def key_of(engine: Engine, prompt: list[int], span: Sequence[int]) -> bytes:
+    """Names a chunk of a prompt, computed behind what the prompt's first chunk is."""
+    start, end = span
+    context = scheduler(engine).blend_own.contexts.first
+    return chunk_key(ChunkIds("", tuple(prompt[start:end]), context))
 
 
 def prompt_of(

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_blend.core import BlendStep, CollectPlan, KeyedPlan, KeyedSpan, StepRequest
+from vllm_blend.core import BlendStep, ChunkIds, CollectPlan, KeyedPlan, KeyedSpan, StepRequest
 from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
@@ -15,6 +15,10 @@ from vllm_blend.server.mail import Orders
 
 CAPACITY = 200
 sizes = st.integers(16, 90)
+
+
+def chunk_of(start: int, end: int, context: tuple[int, ...] = ()) -> ChunkIds:
+    return ChunkIds("", tuple(range(start, end)), context)
 
 
 class Chunks(RuleBasedStateMachine):
@@ -25,11 +29,12 @@ class Chunks(RuleBasedStateMachine):
         self.known = KnownChunks(CAPACITY)
         self.kv = ChunkKV()
         self.running: dict[str, CollectPlan] = {}
-        self.background = Background(self.known, [7], 80, 0.5, self.begin)
+        self.background = Background(self.known, 81, 0.5, self.begin)
         self.used: list[KeyedSpan] = []
 
     def begin(self, request_id: str, token_ids: list[int], plan: CollectPlan) -> str:
-        assert token_ids[: plan.start] == [7]
+        assert plan.chunk is not None and token_ids == [*plan.chunk.context, *plan.chunk.token_ids]
+        assert plan.start == len(plan.chunk.context)
         assert len(token_ids) == plan.num_prompt_tokens
         self.running[request_id] = plan
         return request_id
@@ -37,12 +42,12 @@ class Chunks(RuleBasedStateMachine):
     def tokens(self, number: int, size: int) -> list[int]:
         return [1000 * number + at for at in range(size)]
 
-    @rule(number=st.integers(0, 5), size=sizes)
-    def request(self, number: int, size: int) -> None:
-        tokens = self.tokens(number, size)
-        key = self.known.get("", tokens)
+    @rule(number=st.integers(0, 5), size=sizes, context=st.sampled_from([(7,), (7, 8)]))
+    def request(self, number: int, size: int, context: tuple[int, ...]) -> None:
+        chunk = ChunkIds("", tuple(self.tokens(number, size)), context)
+        key = self.known.get(chunk)
         if key is None:
-            self.background.add("", tokens)
+            self.background.add(chunk)
         else:
             self.known.pin([key])
             self.used.append(KeyedSpan(0, size, key))
@@ -100,9 +105,9 @@ def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
         started.append(len(token_ids))
         return request_id
 
-    background = Background(KnownChunks(10_000), [], 1000, 0.25, begin)
+    background = Background(KnownChunks(10_000), 1000, 0.25, begin)
     for number in range(20):
-        background.add("", range(number, number + 100))
+        background.add(chunk_of(number, number + 100))
     computed = 0
     for _ in range(40):
         background.earn(50)
@@ -116,23 +121,26 @@ def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
 
 def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
     chunks = KnownChunks(100)
-    background = Background(chunks, [], 1000, 1.0, lambda request_id, *_: request_id)
-    background.add("", range(60))
+    background = Background(chunks, 1000, 1.0, lambda request_id, *_: request_id)
+    background.add(chunk_of(0, 60))
     (request_id,) = background.start(idle=True)
     background.finish(request_id, completed=True)
-    key = chunks.get("", range(60))
+    key = chunks.get(chunk_of(0, 60))
     assert key is not None
     chunks.pin([key])
-    background.add("", range(200, 250))
+    background.add(chunk_of(200, 250))
     assert background.start(idle=True) == []
     chunks.unpin([key])
-    background.add("", range(200, 250))
+    background.add(chunk_of(200, 250))
     assert background.start(idle=True)
-    background.add("", range(1001))
-    assert background.num_dropped == 2
+    background.add(chunk_of(0, 1001))
+    background.add(chunk_of(0, 1000, context=(7,)))
+    assert background.num_dropped == 3
     assert background.num_waiting == 0
 
 
 def test_a_tenant_s_name_is_no_part_of_a_chunk() -> None:
-    assert chunk_key("", [1, 2]) != chunk_key((2).to_bytes(8, "little").decode(), [1])
-    assert chunk_key("a", [1, 2]) != chunk_key("b", [1, 2])
+    other = (2).to_bytes(8, "little").decode()
+    assert chunk_key(ChunkIds("", (1, 2))) != chunk_key(ChunkIds(other, (1,)))
+    assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("b", (1, 2)))
+    assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("a", (2,), (1,)))

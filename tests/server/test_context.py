@@ -9,9 +9,11 @@ import pytest
 from test_prompt import STYLES, make_tokenizer
 
 from vllm_blend.prompt import chat_frame, plain_frame
-from vllm_blend.server.background import chunk_context
+from vllm_blend.server.contexts import Contexts, chunk_contexts
+from vllm_blend.server.match import Run
 
 HEAD = "Read the texts. Be brief."
+STAND_IN = "The ferry was built in 1931. It carried mail.\n\n"
 
 
 @pytest.fixture(params=STYLES)
@@ -21,28 +23,60 @@ def tokenizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return found
 
 
-def config(skip_tokenizer_init: bool = False) -> Any:
-    return SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=skip_tokenizer_init))
+def config(skip_tokenizer_init: bool = False, max_model_len: int = 4096) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            skip_tokenizer_init=skip_tokenizer_init, max_model_len=max_model_len
+        )
+    )
 
 
 def test_the_template_s_head_then_the_head_that_was_set(tokenizer: Any) -> None:
     ids = tuple(tokenizer.encode(HEAD, add_special_tokens=False))
-    assert chunk_context(config()) == chat_frame(tokenizer).head
-    assert chunk_context(config(), head=HEAD) == chat_frame(tokenizer).head + ids
-    kind = chunk_context(config(), "Be kind.", HEAD)
-    assert kind == chat_frame(tokenizer, "Be kind.").head + ids
+    assert chunk_contexts(config()) == (chat_frame(tokenizer).head,) * 2
+    assert chunk_contexts(config(), head=HEAD) == (chat_frame(tokenizer).head + ids,) * 2
+    kind = chunk_contexts(config(), "Be kind.", HEAD)
+    assert kind == (chat_frame(tokenizer, "Be kind.").head + ids,) * 2
+
+
+def test_all_chunks_but_the_first_stand_behind_the_stand_in(tokenizer: Any) -> None:
+    ids = tuple(tokenizer.encode(STAND_IN, add_special_tokens=False))
+    first, later = chunk_contexts(config(), head=HEAD, stand_in=STAND_IN)
+    assert (first, later) == (chunk_contexts(config(), head=HEAD).first, first + ids)
+    longest = len(later) + 2  # one token of a chunk, and one that is asked for
+    chunk_contexts(config(max_model_len=longest), head=HEAD, stand_in=STAND_IN)
+    with pytest.raises(ValueError, match=f"have {len(later)} tokens; allowed: {len(later) - 1}$"):
+        chunk_contexts(config(max_model_len=longest - 1), head=HEAD, stand_in=STAND_IN)
+
+
+def test_the_kv_that_suits_the_place_comes_first() -> None:
+    contexts = Contexts((1,), (1, 2))
+    first, later = contexts
+
+    def suited(*runs: tuple[int, int, tuple[int, ...]], taken: Any = ()) -> list[Any]:
+        found = contexts.suited([(Run(lo, hi, 0, 0), context) for lo, hi, context in runs], taken)
+        return [(run.start, run.end, context) for run, context in found]
+
+    both = [(lo, lo + 5, context) for lo in (10, 20, 30) for context in contexts]
+    assert suited(*both) == [(10, 15, first), (20, 25, later), (30, 35, later)]
+    # another place's KV is better than none
+    assert suited((10, 15, later), (20, 25, first)) == [(10, 15, later), (20, 25, first)]
+    # a place that is taken before all others is the first
+    assert suited(*both, taken=[(0, 5), (29, 31)]) == [(10, 15, later), (20, 25, later)]
+    assert suited((10, 30, first), (12, 15, later), (20, 40, later)) == [(10, 30, first)]
+    assert contexts.at(10, 10) == first and contexts.at(11, 10) == later
 
 
 def test_without_a_template_behind_bos(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     ids = tuple(tokenizer.encode(HEAD, add_special_tokens=False))
-    assert chunk_context(config(), head=HEAD) == plain_frame(tokenizer).head + ids
+    assert chunk_contexts(config(), head=HEAD).first == plain_frame(tokenizer).head + ids
     with pytest.raises(ValueError, match="system of vllm_blend does not fit the chat template"):
-        chunk_context(config(), "Be kind.")
+        chunk_contexts(config(), "Be kind.")
 
 
 def test_an_engine_without_a_tokenizer_takes_no_text() -> None:
-    assert chunk_context(config(skip_tokenizer_init=True)) == ()
-    for values in ({"head": HEAD}, {"system": ""}):
+    assert chunk_contexts(config(skip_tokenizer_init=True)) == ((), ())
+    for values in ({"head": HEAD}, {"system": ""}, {"stand_in": STAND_IN}):
         with pytest.raises(ValueError, match="the engine has none"):
-            chunk_context(config(skip_tokenizer_init=True), **values)  # type: ignore[arg-type]
+            chunk_contexts(config(skip_tokenizer_init=True), **values)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_it_measures_and_corrects_as_a_blender_does(smollm2: Path, tmp_path: Pat
         found = engine.model.chunks.drift
         assert found is not None
         blender = Blender(engine.llm)
-        assert list(blender.frame.head) == own.background.context
+        assert blender.frame.head == own.contexts.first
         torch.testing.assert_close(found.table, blender.measure_drift().table, atol=2e-3, rtol=1e-3)
 
         sample = json.loads((INPUTS / "2.json").read_text())

@@ -13,6 +13,7 @@ from vllm_blend.core import ChunkIds, KVShape
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.contexts import Contexts
 from vllm_blend.server.fetches import Fetches, Waiting
 from vllm_blend.server.lookup import Lookup
 from vllm_blend.server.wire import BlendRequest
@@ -20,12 +21,14 @@ from vllm_blend.store import ModelKey
 from vllm_blend.store.controller import Decision
 
 IDS = tuple(range(50))
+CHUNK = ChunkIds("", IDS, (1,))
+CONTEXTS = Contexts((1,), (1, 2))
 
 
 def known_and_fetches() -> tuple[KnownChunks, Fetches]:
     chunks = KnownChunks(1000)
-    background = Background(chunks, [1], 1000, 1.0, lambda request_id, *_: request_id)
-    return chunks, Fetches(chunks, background)
+    background = Background(chunks, 1000, 1.0, lambda request_id, *_: request_id)
+    return chunks, Fetches(chunks, background, CONTEXTS)
 
 
 def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
@@ -33,13 +36,13 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
     chunks, found = known_and_fetches()
     one, two = (Waiting(BlendRequest(spans=((0, 50),), paced=True)) for _ in range(2))
     found.waiting = {"one": one, "two": two}
-    found.wait(one, "", [IDS])
+    found.wait(one, [CHUNK])
     (key,) = one.keys or ()
-    found.locate(two, "", [IDS])
+    found.locate(two, [CHUNK])
     found.answer(key, found=True)
     found.found(key, ("host", 0))
     pace: Any = SimpleNamespace(decide=lambda *_: Decision(0.2, (True,), 0, 0, 0, ""))
-    found.decide(two, "", (*IDS, 99), pace)
+    found.decide(two, [CHUNK], 51, pace)
     assert two.done
     assert [ask[0] for ask in found.take_orders(()).fetch] == [key]
     assert (len(found), chunks.num_tokens) == (0, 50)
@@ -47,11 +50,11 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
 
 def test_what_is_too_short_to_be_found_is_not_learned() -> None:
     chunks, found = known_and_fetches()
-    lookup = Lookup(chunks, found._background, None, min_tokens=100)
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=100)
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 0
-    lookup = Lookup(chunks, found._background, None, min_tokens=64)
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=64)
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 1
@@ -60,7 +63,7 @@ def test_what_is_too_short_to_be_found_is_not_learned() -> None:
 def test_what_no_tier_has_is_forgotten() -> None:
     store: Any = SimpleNamespace(get=lambda key: None)
     tiers = Tiers(store, ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32)))
-    tiers.fetch(b"a", ChunkIds("", IDS, (1,)))
+    tiers.fetch(b"a", CHUNK)
     wait(tiers._fetches.values())
     assert tiers.fetched() == {b"a": None}
     assert not tiers._names and not tiers._fetches
@@ -68,7 +71,7 @@ def test_what_no_tier_has_is_forgotten() -> None:
 
 def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:
     model = ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32))
-    on_disk = [(model.chunk(IDS, (1,), tenant).digest, IDS) for tenant in ("a", "b")]
+    on_disk = [(model.chunk(IDS, (1, 2), tenant).digest, IDS) for tenant in ("a", "b")]
     failures = [OSError("first"), None]
 
     def token_ids() -> Iterator[tuple[bytes, tuple[int, ...]]]:
@@ -79,8 +82,8 @@ def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:
 
     store: Any = SimpleNamespace(token_ids=token_ids)
     tiers = Tiers(store, model)
-    for expected in ([], [IDS]):
-        tiers.claim("b", (1,))
+    for expected in ([], [ChunkIds("b", IDS, (1, 2))]):
+        tiers.claim("b", CONTEXTS)
         wait(tiers._claims.values())
         assert tiers.claimed() == {"b": expected}
     assert failures == []

@@ -13,11 +13,17 @@ import pytest
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
+from vllm_blend.core import ChunkIds
 from vllm_blend.server import fetches
 from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.contexts import Contexts
 from vllm_blend.store.disk import DiskTier
 
 AUTO = {"auto": True, "recomp_ratio": 0.3} | REPORT
+
+
+def chunk_of(tenant: str, start: int, end: int) -> ChunkIds:
+    return ChunkIds(tenant, tuple(range(start, end)), (1,))
 
 
 @contextmanager
@@ -85,22 +91,22 @@ def test_the_first_requests_after_a_restart(
 
 def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "FOUND_TENANTS", 3)
-    background: Any = SimpleNamespace(context=[1])
-    found = fetches.Fetches(KnownChunks(1000), background)
+    background: Any = SimpleNamespace()
+    found = fetches.Fetches(KnownChunks(1000), background, Contexts((1,), (1,)))
     for number, tenant in enumerate("abcab" + "defg"):
         if not found.claim(tenant):
             assert len(found) == 1
-            found.claimed(tenant, [tuple(range(number, number + 50))])
+            found.claimed(tenant, [chunk_of(tenant, number, number + 50)])
     assert len(found) == 0
     assert [tenant for tenant, _ in found.take_orders(()).claim] == list("abcdefg")
-    assert list(found._below) == ["e", "f", "g"]
+    assert [tenant for tenant, _ in found._below] == ["e", "f", "g"]
     prompt = [*range(900, 910), *range(8, 58)]
-    assert found.find("g", prompt, 16) == [tuple(range(8, 58))]
+    assert found.find("g", prompt, 16) == [chunk_of("g", 8, 58)]
     assert not found.find("b", prompt, 16)
     assert found.claim("g") and not found.claim("b")
     monkeypatch.setattr(fetches, "FOUND_TOKENS", 40)
-    found.claimed("f", [tuple(range(60))])  # more than all that is kept, of all but itself
-    assert list(found._below) == ["f"]
+    found.claimed("f", [chunk_of("f", 0, 60)])  # more than all that is kept, of all but itself
+    assert [tenant for tenant, _ in found._below] == ["f"]
 
 
 def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from asking import REPORT, answer, drain, key_of, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 from vllm.exceptions import VLLMValidationError
 
@@ -18,7 +18,6 @@ from vllm_blend.compat import add_news
 from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.frame import Frame
-from vllm_blend.server.chunks import chunk_key
 from vllm_blend.server.mail import News
 
 
@@ -226,7 +225,7 @@ def test_a_chunk_that_is_not_there_is_computed_and_collected_again(server: Engin
     (without,) = outputs(server, [prompt], [field | {"spans": [spans[0], spans[2]]}])
     state.reset_prefix_cache()
 
-    key = chunk_key("", prompt[slice(*spans[1])])
+    key = key_of(server, prompt, spans[1])
     server.model.chunks.drop([key])
     (found,) = outputs(server, [prompt], [field], logprobs=1)
     told = report(found)
@@ -253,7 +252,7 @@ def test_without_any_of_its_chunks_a_request_is_a_full_prefill(server: Engine) -
     state.reset_prefix_cache()
     (plain,) = outputs(server, [prompt], [None])
     state.reset_prefix_cache()
-    server.model.chunks.drop([chunk_key("", prompt[start:end]) for start, end in spans])
+    server.model.chunks.drop([key_of(server, prompt, span) for span in spans])
     other = server.ids(5, 96) + prompt[5:]
     both = outputs(server, [prompt, other], [{"spans": spans} | REPORT] * 2)
     assert answer(both[0]) == answer(plain)
@@ -276,7 +275,7 @@ def test_a_chunk_lost_under_cached_blocks_is_collected_again(server: Engine) -> 
     drain(server)
     state.reset_prefix_cache()
     _, cached = (outputs(server, [prompt], [field])[0] for _ in range(2))
-    server.model.chunks.drop([chunk_key("", prompt[slice(*spans[0])])])
+    server.model.chunks.drop([key_of(server, prompt, spans[0])])
     (again,) = outputs(server, [prompt], [field])
     assert answer(again) == answer(cached)
     assert again.num_cached_tokens >= spans[-1][1]

@@ -44,9 +44,9 @@ class ChunkKV:
         for key, chunk in orders.locate:
             assert self.tiers is not None
             self.tiers.locate(key, chunk)
-        for tenant, context in orders.claim:
+        for tenant, contexts in orders.claim:
             assert self.tiers is not None
-            self.tiers.claim(tenant, context)
+            self.tiers.claim(tenant, contexts)
 
     def resolve(
         self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ class Tiers:
         self._looks: dict[ChunkKey, Future[Place]] = {}
         self._on_disk: dict[bytes, tuple[int, ...]] | None = None  # by digest; whose, is not known
         self._claimer = ThreadPoolExecutor(1, thread_name_prefix="chunk-claim")
-        self._claims: dict[str, Future[list[tuple[int, ...]]]] = {}
+        self._claims: dict[str, Future[list[ChunkIds]]] = {}
         self._names: dict[ChunkKey, StoreKey] = {}
         self._told_at = 0.0
 
@@ -125,13 +126,13 @@ class Tiers:
         ended = [key for key, future in self._looks.items() if future.done()]
         return {key: self._looks.pop(key).result() for key in ended}
 
-    def claim(self, tenant: str, context: tuple[int, ...]) -> None:
+    def claim(self, tenant: str, contexts: Collection[tuple[int, ...]]) -> None:
         """Begins to find out which chunks on disk are a tenant's: those whose keys it can make."""
         if tenant not in self._claims:
-            self._claims[tenant] = self._claimer.submit(lambda: self._claim(tenant, context))
+            self._claims[tenant] = self._claimer.submit(lambda: self._claim(tenant, contexts))
 
-    def claimed(self) -> dict[str, list[tuple[int, ...]]]:
-        """Tenants' chunks by their token ids, as far as they are known since this was last asked."""
+    def claimed(self) -> dict[str, list[ChunkIds]]:
+        """Tenants' chunks, as far as they are known since this was last asked."""
         ended = [tenant for tenant, future in self._claims.items() if future.done()]
         found = {tenant: self._claims.pop(tenant) for tenant in ended}
         for future in found.values():
@@ -162,7 +163,7 @@ class Tiers:
             return None, 0
         return tier, 0 if tier in IN_MEMORY else Layout.of(key).num_bytes
 
-    def _claim(self, tenant: str, context: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _claim(self, tenant: str, contexts: Collection[tuple[int, ...]]) -> list[ChunkIds]:
         if self._on_disk is None:
             on_disk, left = {}, CLAIMED_TOKENS
             for digest, ids in self.store.token_ids():
@@ -173,8 +174,10 @@ class Tiers:
             self._on_disk = on_disk
         found = []
         for digest, ids in self._on_disk.items():
-            if ids and min(ids) >= 0 and self._key(ChunkIds(tenant, ids, context)).digest == digest:
-                found.append(ids)
+            if not ids or min(ids) < 0:
+                continue
+            chunks = (ChunkIds(tenant, ids, context) for context in contexts)
+            found += [chunk for chunk in chunks if self._key(chunk).digest == digest]
         return found
 
     def _key(self, chunk: ChunkIds) -> StoreKey:

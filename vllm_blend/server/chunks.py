@@ -1,4 +1,4 @@
-"""Which chunks the engine has: by tenant and token ids, and where their tokens occur.
+"""Which chunks the engine has: by tenant, context and token ids, and where their tokens occur.
 
 The scheduler keeps this list; the KV itself lies in the model's process, under the same keys
 (``models/chunks.py``). Room is made before a chunk is computed: what is dropped is told to the model's
@@ -10,19 +10,28 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
+from vllm_blend.prompt import TokenIds
 from vllm_blend.server.match import Run, SequenceIndex, Windows
 
 
-def chunk_key(tenant: str, token_ids: Sequence[int]) -> ChunkKey:
-    """Names a chunk within one engine: 16 bytes of its tenant and token ids."""
+def chunk_key(chunk: ChunkIds) -> ChunkKey:
+    """Names a chunk within one engine: 16 bytes of its tenant, context and token ids."""
     # the length first: else a tenant's name may read like a chunk's last tokens
-    digest = hashlib.blake2b(array("q", [len(token_ids), *token_ids]).tobytes(), digest_size=16)
-    digest.update(tenant.encode(errors="surrogatepass"))
+    ids = array("q", [len(chunk.token_ids), *chunk.token_ids])
+    digest = hashlib.blake2b(ids.tobytes() + _digest(chunk.context), digest_size=16)
+    digest.update(chunk.tenant.encode(errors="surrogatepass"))
     return digest.digest()
+
+
+@lru_cache(maxsize=16)
+def _digest(context: TokenIds) -> bytes:
+    """A server has one context or two."""
+    return hashlib.blake2b(array("q", context).tobytes(), digest_size=16).digest()
 
 
 def bytes_per_token(vllm_config: Any) -> int:
@@ -52,7 +61,7 @@ class KnownChunks:
         self._pins: Counter[ChunkKey] = Counter()
         self._to_drop: list[ChunkKey] = []
         self.on_evict: Callable[[ChunkKey, ChunkIds], None] = lambda key, chunk: None
-        self._indexes: dict[str, SequenceIndex] = {}
+        self._indexes: dict[tuple[str, TokenIds], SequenceIndex] = {}
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -65,17 +74,22 @@ class KnownChunks:
         """Chunks in use."""
         return len(self._pins)
 
-    def get(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
+    def get(self, chunk: ChunkIds) -> ChunkKey | None:
         """The key of a chunk that is here, else None."""
-        key = chunk_key(tenant, token_ids)
-        if key not in self._chunks or self._chunks[key].token_ids != tuple(token_ids):
+        key = chunk_key(chunk)
+        if self._chunks.get(key) != chunk:
             return None
         self._chunks.move_to_end(key)
         return key
 
-    def find(self, tenant: str, prompt: Windows, min_tokens: int) -> list[Run]:
-        """Known chunks, or parts of them, in a prompt."""
-        runs = self._indexes[tenant].find(prompt, min_tokens) if tenant in self._indexes else []
+    def chunk(self, key: ChunkKey) -> ChunkIds:
+        """A chunk that is here."""
+        return self._chunks[key]
+
+    def find(self, tenant: str, context: TokenIds, prompt: Windows, min_tokens: int) -> list[Run]:
+        """A tenant's known chunks computed behind ``context``, or parts of them, in a prompt."""
+        index = self._indexes.get((tenant, context))
+        runs = [] if index is None else index.find(prompt, min_tokens)
         for run in runs:
             assert isinstance(run.key, bytes)
             self._chunks.move_to_end(run.key)
@@ -90,7 +104,7 @@ class KnownChunks:
         self._pins.subtract(keys)
         self._pins = +self._pins
 
-    def reserve(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
+    def reserve(self, new: ChunkIds) -> ChunkKey | None:
         """Makes room for a chunk that is to come.
 
         Returns:
@@ -99,18 +113,18 @@ class KnownChunks:
         free = self.max_tokens - self.num_tokens
         victims = []
         for key, chunk in self._chunks.items():
-            if free >= len(token_ids):
+            if free >= len(new.token_ids):
                 break
             if key not in self._pins:
                 victims.append(key)
                 free += len(chunk.token_ids)
-        if free < len(token_ids):
+        if free < len(new.token_ids):
             return None
         for key in victims:
             self._drop(key)
-        key = chunk_key(tenant, token_ids)
-        self._coming[key] = ChunkIds(tenant, tuple(token_ids))
-        self.num_tokens += len(token_ids)
+        key = chunk_key(new)
+        self._coming[key] = new
+        self.num_tokens += len(new.token_ids)
         return key
 
     def commit(self, key: ChunkKey) -> None:
@@ -118,7 +132,7 @@ class KnownChunks:
         chunk = self._coming.pop(key)
         self._chunks[key] = chunk
         # what is in it is bounded by max_tokens already
-        index = self._indexes.setdefault(chunk.tenant, SequenceIndex(max_tokens=2**62))
+        index = self._indexes.setdefault(chunk.shelf, SequenceIndex(max_tokens=2**62))
         index.add(key, Windows.of(chunk.token_ids))
 
     def cancel(self, key: ChunkKey) -> None:
@@ -151,7 +165,7 @@ class KnownChunks:
         chunk = self._chunks.pop(key)
         self.num_tokens -= len(chunk.token_ids)
         self._to_drop.append(key)
-        index = self._indexes[chunk.tenant]
+        index = self._indexes[chunk.shelf]
         index.remove(key)
         if not len(index):
-            del self._indexes[chunk.tenant]
+            del self._indexes[chunk.shelf]

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey
+from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
+from vllm_blend.server.contexts import Contexts
 from vllm_blend.server.mail import Orders, Place
 from vllm_blend.server.match import SequenceIndex, Windows
 from vllm_blend.server.pace import Pace
@@ -59,7 +61,7 @@ class Waiting:
     until: float = 0.0
     ask_until: float = 0.0
     measure_until: float = 0.0
-    looked_for: dict[ChunkKey, Sequence[int]] | None = None
+    looked_for: dict[ChunkKey, ChunkIds] | None = None
     places: dict[ChunkKey, Place] = field(default_factory=dict)
     decision: Decision | None = None
     tiers: tuple[str | None, ...] = ()
@@ -99,17 +101,19 @@ class Fetches:
     Args:
         chunks: where those that are there become known.
         background: where the others are computed.
+        contexts: what chunks are computed behind.
     """
 
-    def __init__(self, chunks: KnownChunks, background: Background) -> None:
+    def __init__(self, chunks: KnownChunks, background: Background, contexts: Contexts) -> None:
         self.waiting: dict[str, Waiting] = {}
         self._chunks = chunks
         self._background = background
+        self._contexts = contexts
         self._pending: dict[ChunkKey, ChunkIds] = {}
         self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
         self._to_locate: dict[ChunkKey, ChunkIds] = {}
-        # by tenant, the last used last: chunks that are not in memory
-        self._below: OrderedDict[str, SequenceIndex] = OrderedDict()
+        # by tenant and context, the last used last: chunks that are not in memory
+        self._below: OrderedDict[tuple[str, TokenIds], SequenceIndex] = OrderedDict()
         self._claims: dict[str, bool] = {}  # whether the tenant's chunks on disk are known
         self._to_claim: list[str] = []
         chunks.on_evict = self._evicted
@@ -119,23 +123,21 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._pending) + list(self._claims.values()).count(False)
 
-    def ask(self, tenant: str, token_ids: Sequence[int]) -> ChunkKey | None:
+    def ask(self, chunk: ChunkIds) -> ChunkKey | None:
         """Asks for a chunk; None if it is being computed, or here, already."""
-        key = chunk_key(tenant, token_ids)
+        key = chunk_key(chunk)
         if key in self._background or key in self._chunks:
             return None
         if key not in self._pending:
-            chunk = ChunkIds(tenant, tuple(token_ids), tuple(self._background.context))
             self._pending[key] = chunk
             self._to_ask.append((key, chunk))
         return key
 
-    def locate(self, request: Waiting, tenant: str, missing: Iterable[Sequence[int]]) -> None:
+    def locate(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait until it is known where chunks are."""
-        request.looked_for = {chunk_key(tenant, ids): ids for ids in missing}
+        request.looked_for = {chunk_key(chunk): chunk for chunk in missing}
         request.since = time.monotonic()
-        for key, ids in request.looked_for.items():
-            self._to_locate[key] = ChunkIds(tenant, tuple(ids), tuple(self._background.context))
+        self._to_locate |= request.looked_for
 
     def found(self, key: ChunkKey, place: Place) -> None:
         """Where a chunk is."""
@@ -157,38 +159,44 @@ class Fetches:
         request.ask_until = request.ask_until or time.monotonic() + LOCATE_S
         return time.monotonic() < request.ask_until
 
-    def claimed(self, tenant: str, chunks: Sequence[tuple[int, ...]]) -> None:
+    def claimed(self, tenant: str, chunks: Sequence[ChunkIds]) -> None:
         """A tenant's chunks on disk, most recently used first."""
         self._claims[tenant] = True
-        self._index(tenant)
-        for ids in reversed(chunks):
-            self._note(chunk_key(tenant, ids), tenant, ids)
+        self._index((tenant, self._contexts.later))
+        for chunk in reversed(chunks):
+            self._note(chunk_key(chunk), chunk)
 
-    def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[tuple[int, ...]]:
+    def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[ChunkIds]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
-        if tenant not in self._below:
-            return []
-        index = self._index(tenant)
-        runs = index.find(Windows.of(token_ids), min_tokens)
-        found = {run.key: index.tokens(run.key) for run in runs}
-        return [ids for ids in found.values() if self._chunks.get(tenant, ids) is None]
+        prompt = Windows.of(token_ids)
+        runs = [
+            (run, context)
+            for context in dict.fromkeys(self._contexts)
+            if (tenant, context) in self._below
+            for run in self._index((tenant, context)).find(prompt, min_tokens)
+        ]
+        found = {
+            run.key: ChunkIds(tenant, self._below[tenant, context].tokens(run.key), context)
+            for run, context in self._contexts.suited(runs)
+        }
+        return [chunk for chunk in found.values() if self._chunks.get(chunk) is None]
 
     def _evicted(self, key: ChunkKey, chunk: ChunkIds) -> None:
-        self._note(key, chunk.tenant, chunk.token_ids)
+        self._note(key, chunk)
 
-    def _note(self, key: ChunkKey, tenant: str, token_ids: Sequence[int]) -> None:
-        self._index(tenant).add(key, Windows.of(token_ids))
+    def _note(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        self._index(chunk.shelf).add(key, Windows.of(chunk.token_ids))
 
-    def _index(self, tenant: str) -> SequenceIndex:
+    def _index(self, shelf: tuple[str, TokenIds]) -> SequenceIndex:
         """A tenant's chunks that are not in memory; those of tenants that were not seen for long go."""
-        index = self._below.setdefault(tenant, SequenceIndex(FOUND_TOKENS))
-        self._below.move_to_end(tenant)
+        index = self._below.setdefault(shelf, SequenceIndex(FOUND_TOKENS))
+        self._below.move_to_end(shelf)
         while len(self._below) > 1 and (
             len(self._below) > FOUND_TENANTS
             or sum(one.num_tokens for one in self._below.values()) > 2 * FOUND_TOKENS
         ):
             gone, _ = self._below.popitem(last=False)
-            self._claims.pop(gone, None)  # if it comes back, its chunks on disk are looked for again
+            self._claims.pop(gone[0], None)  # if it comes back, its chunks on disk are looked for again
         return index
 
     def learn(self, loads: dict[str, tuple[float, float]]) -> None:
@@ -196,38 +204,41 @@ class Fetches:
         for tier, (latency_s, byte_s) in loads.items():
             self._loads[tier] = LoadTime(latency_s, 1 / byte_s if byte_s > 0 else float("inf"))
 
-    def decide(self, request: Waiting, tenant: str, token_ids: Sequence[int], pace: Pace) -> None:
-        """Decides which marked chunks a request waits for, by where they are; it then waits."""
+    def decide(self, request: Waiting, marked: Sequence[ChunkIds], num_tokens: int, pace: Pace) -> None:
+        """Decides which marked chunks a request waits for, by where they are; it then waits.
+
+        Args:
+            marked: the chunks that the request names.
+            num_tokens: of its prompt.
+        """
         assert request.looked_for is not None
         chunks: list[Located] = []
         tiers: list[str | None] = []
-        wanted: list[Sequence[int]] = []
-        for start, end in request.wish.spans:
-            key = chunk_key(tenant, token_ids[start:end])
+        keys = [chunk_key(chunk) for chunk in marked]
+        for key, chunk in zip(keys, marked, strict=True):
+            size = len(chunk.token_ids)
             tier, num_bytes = request.places.get(key, (None, 0))
             if key not in request.looked_for:
                 tier = "host"
             tiers.append(tier)
             if tier is None:
-                chunks.append(Located(end - start, 1, None))  # computed, whatever it takes
+                chunks.append(Located(size, 1, None))  # computed, whatever it takes
             else:
-                chunks.append(Located(end - start, num_bytes, tier if num_bytes else None))
-        other = len(token_ids) - sum(chunk.num_tokens for chunk in chunks)
+                chunks.append(Located(size, num_bytes, tier if num_bytes else None))
+        other = num_tokens - sum(chunk.num_tokens for chunk in chunks)
         decision = pace.decide(chunks, self._loads, other)
-        for (start, end), load in zip(request.wish.spans, decision.load, strict=True):
-            if load and chunk_key(tenant, token_ids[start:end]) in request.looked_for:
-                wanted.append(token_ids[start:end])
         request.decision, request.tiers = decision, tuple(tiers)
-        self.wait(request, tenant, wanted)
+        of_key = zip(keys, marked, decision.load, strict=True)
+        self.wait(request, [c for key, c, load in of_key if load and key in request.looked_for])
 
     def take_orders(self, drop: tuple[ChunkKey, ...]) -> Orders:
         """What the model's process is to do; ``drop`` beside it."""
-        context = tuple(self._background.context)
+        contexts = frozenset(self._contexts)
         orders = Orders(
             drop,
             fetch=tuple(self._to_ask),
             locate=tuple(self._to_locate.items()),
-            claim=tuple((tenant, context) for tenant in self._to_claim),
+            claim=tuple((tenant, contexts) for tenant in self._to_claim),
         )
         self._to_ask, self._to_locate, self._to_claim = [], {}, []
         return orders
@@ -235,11 +246,11 @@ class Fetches:
     def answer(self, key: ChunkKey, found: bool) -> None:
         """The model's process has the chunk now, or cannot have it."""
         chunk = self._pending.pop(key)
-        if not found and chunk.tenant in self._below:
-            self._below[chunk.tenant].remove(key)
+        if not found and chunk.shelf in self._below:
+            self._below[chunk.shelf].remove(key)
         if not found:
-            self._background.add(chunk.tenant, chunk.token_ids)
-        elif self._chunks.reserve(chunk.tenant, chunk.token_ids) is None:
+            self._background.add(chunk)
+        elif self._chunks.reserve(chunk) is None:
             self._chunks.refuse(key)
         else:
             self._chunks.commit(key)
@@ -247,10 +258,10 @@ class Fetches:
             if request.keys and not request.keys & self._pending.keys():
                 request.until = min(request.until, time.monotonic())
 
-    def wait(self, request: Waiting, tenant: str, missing: Iterable[Sequence[int]]) -> None:
+    def wait(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait for chunks."""
-        asked = {key: ids for ids in missing if (key := self.ask(tenant, ids)) is not None}
-        num_tokens = sum(len(ids) for ids in asked.values())
+        asked = {key: chunk for chunk in missing if (key := self.ask(chunk)) is not None}
+        num_tokens = sum(len(chunk.token_ids) for chunk in asked.values())
         request.keys = frozenset(asked)
         request.until = time.monotonic()
         if request.looked_for is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from vllm_blend.core import KeyedSpan
+from dataclasses import replace
+
+from vllm_blend.core import ChunkIds, KeyedSpan
 from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background
-from vllm_blend.server.chunks import KnownChunks
+from vllm_blend.server.chunks import KnownChunks, chunk_key
+from vllm_blend.server.contexts import Contexts
 from vllm_blend.server.fetches import Fetches
 from vllm_blend.server.match import SequenceIndex, Windows
 from vllm_blend.server.wire import BlendRequest
@@ -23,6 +26,7 @@ class Lookup:
         chunks: that are in memory.
         background: where the others are computed.
         fetches: of the store, where there is one.
+        contexts: what chunks are computed behind.
         min_tokens: of a chunk, or a part of one, that is found by content.
     """
 
@@ -31,11 +35,11 @@ class Lookup:
         chunks: KnownChunks,
         background: Background,
         fetches: Fetches | None,
+        contexts: Contexts,
         min_tokens: int,
     ) -> None:
         self._chunks, self._background, self._fetches = chunks, background, fetches
-        self._min_tokens = min_tokens
-        self._computed_at = len(background.context)
+        self._contexts, self._min_tokens = contexts, min_tokens
         self._recent = SequenceIndex(RECENT_TOKENS)
         self._num_seen = 0
 
@@ -44,45 +48,73 @@ class Lookup:
     ) -> tuple[list[KeyedSpan], int]:
         """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
         spans, missed = [], 0
-        for start, end in wish.spans:
-            key = self._chunks.get(tenant, tokens[start:end])
-            if key is not None:
-                spans.append(KeyedSpan(start, end, key, computed_at=self._computed_at))
-            else:
+        for (start, end), chunk in zip(wish.spans, self.marked(tenant, tokens, wish), strict=True):
+            known = self.known(chunk)
+            if known != chunk:
+                self.miss(chunk)  # the next prompt gets it behind what suits its place
+            if known is None:
                 missed += 1
-                self.miss(tenant, tokens[start:end])
+            else:
+                spans.append(KeyedSpan(start, end, chunk_key(known), computed_at=len(known.context)))
         if wish.auto:
             windows = Windows.of(tokens)
             spans += self._find(tenant, windows, spans)
             self._learn(tenant, tokens, windows, spans)
         return sorted(spans, key=lambda span: span.start), missed
 
+    def marked(self, tenant: str, tokens: TokenIds, wish: BlendRequest) -> list[ChunkIds]:
+        """The chunks that a request names, each behind what suits its place."""
+        return [
+            ChunkIds(tenant, tokens[start:end], self._contexts.at(start, wish.spans[0][0]))
+            for start, end in wish.spans
+        ]
+
+    def known(self, chunk: ChunkIds) -> ChunkIds | None:
+        """A chunk that is in memory; else the one of the same tokens for another place, if that is."""
+        others = (context for context in self._contexts if context != chunk.context)
+        for one in (chunk, *(replace(chunk, context=context) for context in others)):
+            if self._chunks.get(one) is not None:
+                return one
+        return None
+
     def _find(self, tenant: str, windows: Windows, taken: list[KeyedSpan]) -> list[KeyedSpan]:
         """Known chunks in the prompt outside the spans that are taken."""
         # the last token's logits start the answer: it is always computed
-        runs = self._chunks.find(tenant, windows.head(len(windows.tokens) - 1), self._min_tokens)
-        return [
-            KeyedSpan(run.start, run.end, run.key, run.offset, self._computed_at + run.offset)
-            for run in runs
-            if isinstance(run.key, bytes)
-            and not any(run.start < span.end and span.start < run.end for span in taken)
+        prompt = windows.head(len(windows.tokens) - 1)
+        runs = [
+            (run, context)
+            for context in dict.fromkeys(self._contexts)
+            for run in self._chunks.find(tenant, context, prompt, self._min_tokens)
         ]
+        places = [(span.start, span.end) for span in taken]
+        suited = self._contexts.suited(runs, places)
+        first_start = min([start for start, _ in places] + [run.start for run, _ in suited], default=0)
+        spans = []
+        for run, context in suited:
+            assert isinstance(run.key, bytes)
+            spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, len(context) + run.offset))
+            if context != (better := self._contexts.at(run.start, first_start)):
+                self.miss(replace(self._chunks.chunk(run.key), context=better))
+        return spans
 
-    def miss(self, tenant: str, token_ids: TokenIds) -> None:
+    def miss(self, chunk: ChunkIds) -> None:
         """A chunk is not in memory: it is fetched, or computed in the background."""
         if self._fetches is None:
-            self._background.add(tenant, token_ids)
+            self._background.add(chunk)
         else:
-            self._fetches.ask(tenant, token_ids)
+            self._fetches.ask(chunk)
 
     def _learn(self, tenant: str, tokens: TokenIds, windows: Windows, spans: list[KeyedSpan]) -> None:
         """Text of earlier prompts that comes back behind other text becomes a chunk."""
         # a chunk that is too short to be found would be learned again and again
         known = windows.head(len(tokens) - 1)
+        starts = [span.start for span in spans]
         for run in self._recent.find(known, max(LEARNED_TOKENS, self._min_tokens)):
             covered = any(run.start < span.end and span.start < run.end for span in spans)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:
-                self.miss(tenant, tokens[run.start : run.end])
+                starts.append(run.start)
+                context = self._contexts.at(run.start, min(starts))
+                self.miss(ChunkIds(tenant, tokens[run.start : run.end], context))
         self._num_seen += 1
         self._recent.add((tenant, self._num_seen), windows)

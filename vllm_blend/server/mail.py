@@ -25,13 +25,13 @@ class Orders:
         drop: chunks whose memory others need.
         fetch: chunks to be had from the store's lower tiers, if they are there.
         locate: chunks to be looked for there.
-        claim: tenants whose chunks on disk are to be told, and what chunks are computed behind.
+        claim: tenants whose chunks on disk are to be told, and what these may be computed behind.
     """
 
     drop: tuple[ChunkKey, ...] = ()
     fetch: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
     locate: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
-    claim: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    claim: tuple[tuple[str, frozenset[tuple[int, ...]]], ...] = ()
 
     @classmethod
     def of(cls, output: Any) -> Orders:
@@ -67,7 +67,7 @@ class News:
         lost: chunks that requests of this step should have reused.
         fetched: ordered chunks, and whether they are here now.
         located: chunks that were looked for.
-        claimed: a tenant's chunks on disk, by their token ids, most recently used first.
+        claimed: a tenant's chunks on disk, most recently used first.
         loads: how long loads take, by tier: seconds, and seconds a byte; beside ``located``.
         seconds: of the stages of blending, by request id and stage.
         store: counters of the store (``ChunkStore.stats``), now and then.
@@ -77,7 +77,7 @@ class News:
     fetched: dict[ChunkKey, bool] = field(default_factory=dict)
     located: dict[ChunkKey, Place] = field(default_factory=dict)
     loads: dict[str, tuple[float, float]] = field(default_factory=dict)
-    claimed: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    claimed: dict[str, list[ChunkIds]] = field(default_factory=dict)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     store: dict[str, int] | None = None
 

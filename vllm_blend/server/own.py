@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan
-from vllm_blend.server.background import Background, chunk_context
+from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.contexts import chunk_contexts
 from vllm_blend.server.drift import DriftRequests, text_of
 from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.pace import KEY as PACE_KEY
@@ -35,6 +36,7 @@ class OwnRequests:
         drift: the measurement of the model's drift.
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
+        contexts: what chunks are computed behind.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class OwnRequests:
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
-        context = chunk_context(vllm_config, settings.system, settings.head)
+        self.contexts = chunk_contexts(vllm_config, settings.system, settings.head, settings.stand_in)
+        context = self.contexts.first
         if not context:
             logger.warning(
                 "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
@@ -62,9 +65,7 @@ class OwnRequests:
         self.pace: Pace | None = None
         if settings.store is not None:
             self.pace = Pace.of(vllm_config, settings, self._make)
-        self.background = Background(
-            chunks, context, longest - len(context), settings.background_share, self._make
-        )
+        self.background = Background(chunks, longest, settings.background_share, self._make)
         self._chunks = chunks
         self._hasher, self._block_size = hasher, block_size
         self._on_ready = on_ready

@@ -79,11 +79,15 @@ class BlendScheduler:
         background = self.blend_own.background
         self.blend_fetches: Fetches | None = None
         if settings.store is not None:
-            self.blend_fetches = Fetches(self.blend_chunks, background)
+            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_own.contexts)
             if settings.auto:
                 self.blend_fetches.claim("")  # so that they are known to the first request
         self.blend_lookup = Lookup(
-            self.blend_chunks, background, self.blend_fetches, settings.min_chunk_tokens
+            self.blend_chunks,
+            background,
+            self.blend_fetches,
+            self.blend_own.contexts,
+            settings.min_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
         self._store_stats: dict[str, int] = {}
@@ -131,18 +135,18 @@ class BlendScheduler:
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
         if fetches.holds(waiting, tenant):
             return
-        marked = [tokens[start:end] for start, end in waiting.wish.spans]
+        marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
         can = not self.blend_own.why_not()
-        missing = [ids for ids in marked if can and self.blend_chunks.get(tenant, ids) is None]
+        missing = [chunk for chunk in marked if can and self.blend_lookup.known(chunk) is None]
         found = []
         if can and waiting.wish.auto:
             found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
         if paced:
-            for ids in found:
-                fetches.ask(tenant, ids)
-            fetches.locate(waiting, tenant, missing)
+            for chunk in found:
+                fetches.ask(chunk)
+            fetches.locate(waiting, missing)
         else:
-            fetches.wait(waiting, tenant, missing + found)
+            fetches.wait(waiting, missing + found)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Asked by vLLM's scheduler before it lets a request in."""
@@ -153,7 +157,8 @@ class BlendScheduler:
                 self._ask(request)  # what it waited for may be there, or long enough in coming
             if waiting.located and self.blend_own.pace is not None:
                 tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
-                fetches.decide(waiting, tenant, tokens, self.blend_own.pace)
+                marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
+                fetches.decide(waiting, marked, len(tokens), self.blend_own.pace)
             if not waiting.done:
                 return False
             del fetches.waiting[request.request_id]
@@ -318,7 +323,7 @@ class BlendScheduler:
         """
         chunk = self.blend_chunks.lose(lost.key)
         if chunk is not None:
-            self.blend_lookup.miss(chunk.tenant, chunk.token_ids)
+            self.blend_lookup.miss(chunk)
         if self.blend_own.gate.is_mine(lost.request_id):
             self.blend_own.gate.lose()
         request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)

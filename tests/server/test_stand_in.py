@@ -1,0 +1,74 @@
+"""A server whose chunks are computed behind a stand-in, all but a prompt's first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asking import REPORT, drain, outputs, report, scheduler
+from engines import Engine, make_engine
+
+from vllm_blend import Blender
+from vllm_blend.core import BlendPlan
+
+INPUTS = Path(__file__).parents[2] / "inputs"
+STAND_IN = "The ferry was built in Turku in 1931. Until the bridge was opened it carried mail\n\n"
+
+
+@pytest.fixture(scope="module")
+def sample() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((INPUTS / "2.json").read_text())
+    return found
+
+
+def logprobs(engine: Engine, prompt: list[int], field: object) -> tuple[dict[int, float], Any]:
+    """Of the first token; what the server reports."""
+    (output,) = outputs(engine, [prompt], [field], max_tokens=1, logprobs=20)
+    found = {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
+    return found, report(output) if isinstance(field, dict) else None
+
+
+def test_each_place_has_the_kv_that_suits_it(
+    smollm2: Path, sample: dict[str, Any], tmp_path: Path
+) -> None:
+    store = {"host_gb": 0.5, "disk": {"folder": str(tmp_path), "budget_gb": 1}}
+    config = {"vllm_blend": {"stand_in": STAND_IN, "store": store}}
+    texts = [sample[str(i)] for i in range(sample["chunk_num"])]
+    with make_engine(smollm2, additional_config=config) as engine:
+        drain(engine)
+        state = scheduler(engine)
+        own, settings = state.blend_own, state.blend_settings.blend
+        assert (settings.policy, settings.recomp_ratio) == ("ahead*hkvd", 0.08)
+        blender = Blender(engine.llm, stand_in=STAND_IN.strip())
+        assert blender.settings == settings
+        assert blender.contexts(2) == [*own.contexts]
+        num_computed = len(texts)
+        for order in (texts, texts[::-1]):
+            prompt = blender.prompt(blender.chunks(order), sample["query"])
+            ids, spans = prompt.token_ids, [[s.start, s.end] for s in prompt.spans[1:]]
+            marked, auto = {"spans": spans} | REPORT, {"auto": True} | REPORT
+            _, told = logprobs(engine, ids, marked)
+            drain(engine)
+            # in another order, KV for other places was better than none
+            assert told["missed_chunks"] == (len(texts) if order is texts else 0)
+            assert own.background.num_computed == num_computed
+            expected, _ = logprobs(engine, ids, BlendPlan(prompt.spans[1:], settings))
+            for field in (marked, auto):
+                found, told = logprobs(engine, ids, field)
+                assert (told["missed_chunks"], told["chunks"]) == (0, len(texts))
+                assert found == pytest.approx(expected, abs=1e-3)
+            drain(engine)
+            num_computed += 2  # the first became the last, and the last the first
+        assert own.background.num_computed == num_computed - 2
+        assert engine.model.chunks.tiers.store.flush()
+
+    with make_engine(smollm2, additional_config=config) as engine:  # all of them are on disk
+        drain(engine)
+        for field in (auto, marked):
+            again, told = logprobs(engine, ids, field)
+            assert (told["missed_chunks"], told["chunks"]) == (0, len(texts))
+            assert again == pytest.approx(expected, abs=1e-3)
+        drain(engine)
+        assert scheduler(engine).blend_own.background.num_computed == 0
