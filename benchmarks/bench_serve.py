@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import product
 from typing import IO, Any
 
 import torch
@@ -73,6 +74,9 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=16, help="a request (16)")
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.16], help="recomp_ratio, in turns (0.16)"
+    )
+    parser.add_argument(
+        "--policies", nargs="+", default=[None], help="each at every ratio (default: the server's)"
     )
     parser.add_argument(
         "--settings", type=json.loads, default={}, help="more of the blending server's, as JSON"
@@ -120,19 +124,22 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         urls = {kind: wait_for(kind, process) for kind, process in up.items()}
         if "blend" in urls:
             warm(urls["blend"], model, corpus)
-        contenders: list[tuple[str, str, float | None]] = []
+        contenders: list[tuple[str, str, dict[str, Any] | None]] = []
         for kind in kinds:
             if kind == "stock":
                 contenders.append(("stock", kind, None))
-            else:
-                contenders += [(f"blend {ratio:.0%}", kind, ratio) for ratio in options.ratios]
+                continue
+            for policy, ratio in product(options.policies, options.ratios):
+                name = " ".join([policy or "blend", f"{ratio:.0%}"])
+                asked = {"recomp_ratio": ratio} | ({"policy": policy} if policy else {})
+                contenders.append((name, kind, asked))
         for load, limits in loads.items():
-            for name, kind, ratio in contenders:
+            for name, kind, blend in contenders:
                 url = urls[kind]
                 sent = [p if kind == "blend" else p.replace(SEPARATOR, "") for p in prompts]
                 reset_prefix_cache(url)
                 clock = sm_clock()
-                found = run_client(url, model, sent, limits, options.output_tokens, ratio)
+                found = run_client(url, model, sent, limits, options.output_tokens, blend)
                 clocks = f", SM clock {clock} and {sm_clock()} MHz" if clock else ""
                 if options.metrics is not None:
                     text = get(f"{url}/metrics")
@@ -330,9 +337,9 @@ def run_client(
     prompts: list[str],
     limits: list[str],
     output_tokens: int,
-    ratio: float | None,
+    blend: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """vLLM's ``bench serve`` on the prompts, blended at ``ratio`` if there is one; its result."""
+    """vLLM's ``bench serve`` on the prompts, blended as ``blend`` says if it is there; its result."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.jsonl"
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -341,9 +348,9 @@ def run_client(
         command += ["--skip-chat-template", "--custom-output-len", str(output_tokens), "--ignore-eos"]
         command += ["--num-prompts", str(len(prompts)), "--save-result", "--result-dir", folder]
         command += ["--result-filename", "result.json", "--temperature", "0", *limits]
-        if ratio is not None:
-            blend = {"blend": json.dumps({"recomp_ratio": ratio})}
-            command += ["--extra-body", json.dumps({"vllm_xargs": blend})]
+        if blend is not None:
+            fields = {"vllm_xargs": {"blend": json.dumps(blend)}}
+            command += ["--extra-body", json.dumps(fields)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads((pathlib.Path(folder) / "result.json").read_text())
     return found
