@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_blend import Blender
 from vllm_blend.eval import cli
 from vllm_blend.eval.cli import make_blender
-from vllm_blend.eval.data import Passage
+from vllm_blend.eval.data import Example, Passage
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.forcing import check_forced, forced_params
 from vllm_blend.eval.report import render
-from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, read_results
+from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
 from vllm_blend.eval.stats import summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
@@ -166,6 +167,50 @@ def test_the_tuner_s_command_line_cuts_answers_and_writes_settings(
         assert result.kl == result.first_kl  # there is one token
 
 
+def test_the_tuner_gives_a_stand_in_of_the_user_s_own_prompts(
+    blender: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, file, folder = tmp_path / "data.jsonl", tmp_path / "blend.json", tmp_path / "tune"
+    examples = synthetic("whole", 2)
+    rows = [
+        {
+            "passages": [{"text": passage.text} for passage in example.passages],
+            "question": example.question,
+            "answers": example.answers,
+        }
+        for example in examples
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
+    run = ["--task", "synthetic", "--data", str(data), "--no-drift", "--policies", "hkvd"]
+    run += ["--ratios", "0.3", "--settings", str(file), "--output", str(folder)]
+    tune_main([*run, "--quality", "0"])
+    values = json.loads(file.read_text())
+    found = {s.method: s.kl.value for s in summarize(read_results(folder)) if s.kl is not None}
+    assert {"reuse", "hkvd@0.3", "hkvd@0.3:behind=others"} <= found.keys()
+    assert found["hkvd@0.3:behind=others"] < found["hkvd@0.3"]
+    stand_in = values.pop("stand_in")
+    assert stand_in == "".join(f"{passage.text}\n\n" for passage in examples[0].passages)
+    assert values == {"recomp_ratio": 0.3, "policy": "hkvd"}
+    Blender(blender.llm, BlendSettings.from_mapping(values), stand_in=stand_in)
+    # a text that all have
+    rows[1]["passages"].append(rows[0]["passages"][0])
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit):
+        tune_main([*run[:-1], str(tmp_path / "shared")])
+    tune_main([*run[:-1], str(tmp_path / "alone"), "--no-stand-in", "--quality", "0"])
+    assert "stand_in" not in json.loads(file.read_text())
+
+
+def test_others_have_nothing_in_common() -> None:
+    texts = ["ab", "bc", "cd", "xy"]
+    examples = [Example(one, tuple(map(Passage, one)), "?", ("!",)) for one in texts]
+    found = {one.id: other.id for one, other in others(examples).items()}
+    assert found == {"ab": "cd", "bc": "xy", "cd": "xy", "xy": "ab"}
+    with pytest.raises(ValueError, match="'ab' has a passage in common with every other example"):
+        others(examples[:2])
+
+
 def test_forced_tokens_are_not_seen_by_the_question(blender: Any) -> None:
     """The choice of rows must not depend on the answer that is forced."""
     task, (example,) = TASKS["synthetic"], synthetic("whole", 1)
@@ -242,6 +287,7 @@ def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path)
     runner = Runner(blender, Protocol("SmolLM2", answers=False), tmp_path)
     examples = synthetic("whole", 1)
     best = tune(runner, TASKS["synthetic"], examples, 0.9, ("random", "ahead"), (0.1, 1.0))
+    assert not any("behind" in r.method for r in runner.results)  # there is no other example
     assert best is not None and best.recovered is not None and best.recovered >= 0.9
     tried = {r.method for r in runner.results}
     assert {f"{name}@0.1{more}" for name in ("random", "ahead") for more in ("", ":drift=on")} <= tried

@@ -22,6 +22,7 @@ from vllm_blend.eval.data import Example
 from vllm_blend.eval.methods import BEHIND, OVERLAP, STAND_IN, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
+from vllm_blend.prompt import TokenIds
 
 if TYPE_CHECKING:
     from vllm_blend.blender import Blender
@@ -227,9 +228,12 @@ class Runner:
             return [text[-OVERLAP:] for _, text in pieces]
         if behind != "others":
             return [()] * len(pieces)
-        theirs = [piece for piece, _ in self._pieces(task, self._other[example])]
-        text = tuple(chain.from_iterable(self.blender.token_ids(theirs)))[-STAND_IN:]
-        return [(), *([text] * (len(pieces) - 1))]
+        return [(), *([self.stand_in(task, self._other[example])] * (len(pieces) - 1))]
+
+    def stand_in(self, task: Task, example: Example) -> TokenIds:
+        """The end of an example's passages, as they stand in its prompt."""
+        pieces = [piece for piece, _ in self._pieces(task, example)]
+        return tuple(chain.from_iterable(self.blender.token_ids(pieces)))[-STAND_IN:]
 
     def _compare(self, cells: Sequence[Cell]) -> None:
         """Fills in how far each blended prompt is, and the answer where that tells it."""

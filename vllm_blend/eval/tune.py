@@ -4,9 +4,11 @@
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
-tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, and corrected for
-drift, which helps some models and harms others. The settings file is what
-``BlendSettings.from_mapping`` reads.
+tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, on KV corrected for
+drift, which helps some models and harms others, and on chunks that are computed behind a stand-in, the
+passages of another of the prompts. The settings file is for a server's
+``additional_config["vllm_blend"]``; for ``BlendSettings.from_mapping`` without its ``stand_in``, which is
+the ``Blender``'s.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from vllm_blend.eval.tasks import TASKS, Task
 from vllm_blend.settings import BlendSettings
 
 POLICIES = ("hkvd", "heads", "query*hkvd", "ahead", "ahead*hkvd")
+BEHIND_OTHERS = ":behind=others"
 RATIOS = (0.02, 0.05, 0.08, 0.12, 0.16, 0.22, 0.3, 0.4, 0.5, 0.7)
 
 
@@ -39,24 +42,34 @@ def tune(
     policies: Sequence[str] = POLICIES,
     ratios: Sequence[float] = RATIOS,
     drift: bool = True,
+    stand_in: bool = True,
 ) -> Summary | None:
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
 
-    With ``drift`` each is tried a second time, on KV that is corrected for the model's drift.
+    With ``drift`` each is tried on KV that is corrected for the model's drift too, and with
+    ``stand_in`` on chunks computed behind another example's passages, if there is another example.
 
     Returns:
-        The best method of the first ratio at which there is one; None if there is none at any.
+        The best method of the first ratio at which there is one; None if there is none at any. Its
+        ``recovered`` is of what full reuse behind the head loses.
 
     Raises:
-        ValueError: if ``quality`` is not in [0, 1].
+        ValueError: if ``quality`` is not in [0, 1], or if an example has no other to take a stand-in
+            from.
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality is {quality}; allowed: 0 to 1")
+    kinds = ["", *([":drift=on"] * drift), *([BEHIND_OTHERS] * (stand_in and len(examples) > 1))]
     for ratio in sorted(ratios):
-        plain = [f"{policy}@{ratio:g}" for policy in policies]
-        names = [*plain, *(f"{name}:drift=on" for name in plain)] if drift else plain
+        names = [f"{policy}@{ratio:g}{kind}" for policy in policies for kind in kinds]
         found = summarize(runner.run(task, examples, ["reuse", *names]))
-        good = [s for s in found if s.method in names and (s.recovered or 0.0) >= quality]
+        reuse = next(s.kl.value for s in found if s.method == "reuse" and s.kl is not None)
+        tried = [
+            dataclasses.replace(s, recovered=1 - s.kl.value / reuse if reuse else 1.0)
+            for s in found
+            if s.method in names and s.kl is not None
+        ]
+        good = [s for s in tried if (s.recovered or 0.0) >= quality]
         if good:
             return max(good, key=lambda summary: summary.recovered or 0.0)
     return None
@@ -78,20 +91,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
     parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
     parser.add_argument("--no-drift", action="store_true", help="leave KV as it is: half the time")
+    parser.add_argument("--no-stand-in", action="store_true", help="chunks behind the head alone")
     parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
     options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
     examples = read_examples(options.data, options.limit, options.max_passages)[options.skip :]
     runner, task = runner_of(options.task, options, False, "tune")
-    drift = not options.no_drift
-    best = tune(runner, task, examples, options.quality, options.policies, options.ratios, drift)
+    try:
+        best = tune(
+            runner,
+            task,
+            examples,
+            options.quality,
+            options.policies,
+            options.ratios,
+            not options.no_drift,
+            not options.no_stand_in,
+        )
+    except ValueError as error:
+        parser.error(f"{error} (--no-stand-in: chunks behind the head alone)")
     if best is None:
         parser.exit(
             1, f"no policy removes {options.quality:.0%} at ratios up to {max(options.ratios)}\n"
         )
     assert best.kl is not None
-    options.settings.write_text(json.dumps(settings_of(best.method), indent=1) + "\n")
+    values = settings_of(best.method)
+    if best.method.endswith(BEHIND_OTHERS):
+        values["stand_in"] = runner.blender.tokenizer.decode(runner.stand_in(task, examples[0]))
+    options.settings.write_text(json.dumps(values, indent=1) + "\n")
     faster = "" if best.speedup is None else f"; TTFT {best.speedup:.2f}x faster than full prefill"
     print(
         f"{best.method}: removes {percent(best.recovered)} of full reuse's KL, which leaves "
