@@ -6,9 +6,10 @@
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
 tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, on KV corrected for
 drift, which helps some models and harms others, and on chunks that are computed behind a stand-in, the
-passages of another of the prompts. The settings file is for a server's
-``additional_config["vllm_blend"]``; for ``BlendSettings.from_mapping`` without its ``stand_in``, which is
-the ``Blender``'s.
+passages of another of the prompts.
+
+The settings file is for a server's ``additional_config["vllm_blend"]``; for
+``BlendSettings.from_mapping`` without its ``stand_in``, which the ``Blender`` takes.
 """
 
 from __future__ import annotations
