@@ -175,6 +175,7 @@ def warm_up(
 ) -> WarmUp:
     """Computes the chunks of a corpus for the store, before anybody asks for them.
 
+    With a stand-in they are computed behind it; for a prompt that begins with one it is computed again.
     Can be broken off and started again: what the store has is not computed. Ends computing where the
     corpus fills the store's largest tier, so that it does not push out its own beginning.
 

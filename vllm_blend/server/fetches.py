@@ -33,7 +33,8 @@ LOCATE_S = 1.0
 MEASURE_S = 30.0
 """A request waits this long, at most, for the engine to be measured; a busy one takes longer."""
 FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
-"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants."""
+"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants; with a
+stand-in, of a tenant's chunks computed behind the same, and such sets."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -168,15 +169,17 @@ class Fetches:
 
     def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[ChunkIds]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
-        prompt = Windows.of(token_ids)
-        runs = [
-            (run, context)
+        indexes = {
+            context: self._index((tenant, context))
             for context in dict.fromkeys(self._contexts)
             if (tenant, context) in self._below
-            for run in self._index((tenant, context)).find(prompt, min_tokens)
-        ]
+        }
+        if not indexes:
+            return []
+        prompt = Windows.of(token_ids)
+        runs = [(run, c) for c, index in indexes.items() for run in index.find(prompt, min_tokens)]
         found = {
-            run.key: ChunkIds(tenant, self._below[tenant, context].tokens(run.key), context)
+            run.key: ChunkIds(tenant, indexes[context].tokens(run.key), context)
             for run, context in self._contexts.suited(runs)
         }
         return [chunk for chunk in found.values() if self._chunks.get(chunk) is None]

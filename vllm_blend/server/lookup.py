@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_blend.core import ChunkIds, KeyedSpan
+from vllm_blend.core import ChunkIds, ChunkKey, KeyedSpan
 from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background
-from vllm_blend.server.chunks import KnownChunks, chunk_key
+from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.contexts import Contexts
 from vllm_blend.server.fetches import Fetches
 from vllm_blend.server.match import SequenceIndex, Windows
@@ -49,13 +49,13 @@ class Lookup:
         """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
         spans, missed = [], 0
         for (start, end), chunk in zip(wish.spans, self.marked(tenant, tokens, wish), strict=True):
-            known = self.known(chunk)
-            if known != chunk:
+            key, context = self.known(chunk)
+            if context != chunk.context:
                 self.miss(chunk)  # the next prompt gets it behind what suits its place
-            if known is None:
+            if key is None or context is None:
                 missed += 1
             else:
-                spans.append(KeyedSpan(start, end, chunk_key(known), computed_at=len(known.context)))
+                spans.append(KeyedSpan(start, end, key, computed_at=len(context)))
         if wish.auto:
             windows = Windows.of(tokens)
             spans += self._find(tenant, windows, spans)
@@ -69,13 +69,13 @@ class Lookup:
             for start, end in wish.spans
         ]
 
-    def known(self, chunk: ChunkIds) -> ChunkIds | None:
-        """A chunk that is in memory; else the one of the same tokens for another place, if that is."""
-        others = (context for context in self._contexts if context != chunk.context)
-        for one in (chunk, *(replace(chunk, context=context) for context in others)):
-            if self._chunks.get(one) is not None:
-                return one
-        return None
+    def known(self, chunk: ChunkIds) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
+        """The key of a chunk that is in memory, else of the same tokens' for another place; and what
+        that is computed behind."""
+        for context in dict.fromkeys((chunk.context, *self._contexts)):
+            if (key := self._chunks.get(replace(chunk, context=context))) is not None:
+                return key, context
+        return None, None
 
     def _find(self, tenant: str, windows: Windows, taken: list[KeyedSpan]) -> list[KeyedSpan]:
         """Known chunks in the prompt outside the spans that are taken."""

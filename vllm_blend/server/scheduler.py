@@ -137,7 +137,7 @@ class BlendScheduler:
             return
         marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
         can = not self.blend_own.why_not()
-        missing = [chunk for chunk in marked if can and self.blend_lookup.known(chunk) is None]
+        missing = [chunk for chunk in marked if can and self.blend_lookup.known(chunk)[0] is None]
         found = []
         if can and waiting.wish.auto:
             found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
