@@ -123,7 +123,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
             up[kind] = stack.enter_context(started)
         urls = {kind: wait_for(kind, process) for kind, process in up.items()}
         if "blend" in urls:
-            warm(urls["blend"], model, corpus)
+            warm(urls["blend"], model, corpus, bool(settings.get("stand_in")))
         contenders: list[tuple[str, str, dict[str, Any] | None]] = []
         for kind in kinds:
             if kind == "stock":
@@ -312,13 +312,19 @@ def reset_prefix_cache(url: str) -> None:
     post(f"{url}/reset_prefix_cache")
 
 
-def warm(url: str, model: str, corpus: list[str]) -> None:
-    """Shows the server every document, until it knows them all."""
-    missed = 1
-    while missed:
-        missed = 0
-        for start in range(0, len(corpus), 10):
-            parts = [f"{text}\n\n" for text in corpus[start : start + 10]]
+def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
+    """Shows the server every document, until it knows them all.
+
+    Args:
+        first: where it keeps other KV of a prompt's first chunk: each document first as well.
+    """
+    groups = [corpus[start : start + 10] for start in range(0, len(corpus), 10)]
+    groups += [[text] for text in corpus] if first else []
+    missed, computed, before = 1, 0, -1
+    while missed or computed != before:
+        missed, before = 0, computed
+        for group in groups:
+            parts = [f"{text}\n\n" for text in group]
             body = {
                 "model": model,
                 "prompt": SEPARATOR.join(["Read.\n\n", *parts, "Why?"]),
@@ -327,8 +333,9 @@ def warm(url: str, model: str, corpus: list[str]) -> None:
             }
             report = post(f"{url}/v1/completions", body)["kv_transfer_params"]["blend"]
             missed += report["missed_chunks"] or bool(report["why_not"])
-        print(f"warming: {missed} documents missed", flush=True)
-        time.sleep(min(missed, 2))  # an idle engine computes them at once
+            computed = report["computed_chunks"]
+        print(f"warming: {missed} documents missed, {computed} computed", flush=True)
+        time.sleep(2)  # an idle engine computes them at once
 
 
 def run_client(

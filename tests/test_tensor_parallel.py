@@ -60,7 +60,7 @@ def run(model: Path, folder: Path, **options: Any) -> list[dict[str, Any]]:
         command.append(json.dumps(options))
         log = folder / f"{name}.log"
         with log.open("w") as out:
-            done = subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=150)
+            done = subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=600)
         assert done.returncode == 0, log.read_text()[-12000:]
     return [json.loads((folder / name).read_text()) for name in ("one0", "two0", "two1")]
 
