@@ -158,4 +158,4 @@ def check_layer_list(values: Any) -> tuple[int, ...]:
 
 STAND_IN_SETTINGS = BlendSettings(policy="ahead*hkvd", recomp_ratio=0.08)
 """The default where chunks are computed behind a stand-in: half of the tokens, and on no data set of
-docs/quality.md farther from full prefill than the default without one."""
+docs/quality.md farther from full prefill, in the mean of its models, than the default without one."""

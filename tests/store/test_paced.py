@@ -74,6 +74,24 @@ def test_chunks_are_computed_then_loaded(
     assert "reused 3 from host" in said[2]
 
 
+def test_each_place_is_loaded_behind_what_suits_it(
+    smollm2_engine: Engine, chunks: list[list[int]]
+) -> None:
+    store = ChunkStore([FakeTier()], host_bytes=1 << 26, timeout_s=20)
+    blender = Blender(smollm2_engine.llm, store=store, stand_in=smollm2_engine.ids(50, 9))
+    paced = PacedBlender(blender, times=EngineTimes(SLOW, SLOW), floor=0.2)
+    with store:
+        assert paced.generate(chunks, QUESTION, GREEDY).tiers == (None,) * 3
+        loaded = paced.generate(chunks, QUESTION, GREEDY)
+        assert loaded.tiers == ("host",) * 3
+        # the last comes first, and the first last: they are known for other places
+        assert paced.generate(chunks[::-1], QUESTION, GREEDY).tiers == (None, "host", None)
+        prompt = blender.prompt(blender.chunks(chunks), QUESTION)
+        settings = replace(blender.settings, recomp_ratio=0.2)
+        blended = blender.generate(prompt, GREEDY, settings=settings)
+        assert tokens(loaded.output) == tokens(blended)
+
+
 def test_a_slow_tier_is_not_waited_for_and_is_timed_again(
     smollm2_engine: Engine, chunks: list[list[int]]
 ) -> None:

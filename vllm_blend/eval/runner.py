@@ -312,7 +312,10 @@ def others(examples: Sequence[Example]) -> dict[Example, Example]:
                 found[example] = other
                 break
         else:
-            raise ValueError(f"{example.id!r} has a passage in common with every other example")
+            raise ValueError(
+                f"{example.id!r} has a passage in common with every other example, so none of them can "
+                "give it a stand-in"
+            )
     return found
 
 

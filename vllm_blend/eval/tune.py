@@ -60,7 +60,11 @@ def tune(
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality is {quality}; allowed: 0 to 1")
-    kinds = ["", *([":drift=on"] * drift), *([BEHIND_OTHERS] * (stand_in and len(examples) > 1))]
+    kinds = [""]
+    if drift:
+        kinds.append(":drift=on")
+    if stand_in and len(examples) > 1:
+        kinds.append(BEHIND_OTHERS)
     for ratio in sorted(ratios):
         names = [f"{policy}@{ratio:g}{kind}" for policy in policies for kind in kinds]
         found = summarize(runner.run(task, examples, ["reuse", *names]))
@@ -92,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
     parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
     parser.add_argument("--no-drift", action="store_true", help="leave KV as it is: half the time")
-    parser.add_argument("--no-stand-in", action="store_true", help="chunks behind the head alone")
+    parser.add_argument("--no-stand-in", action="store_true", help="all chunks behind the head alone")
     parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
     options = parser.parse_args(argv)
     if options.data is None:
@@ -111,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             not options.no_stand_in,
         )
     except ValueError as error:
-        parser.error(f"{error} (--no-stand-in: chunks behind the head alone)")
+        parser.error(str(error))
     if best is None:
         parser.exit(
             1, f"no policy removes {options.quality:.0%} at ratios up to {max(options.ratios)}\n"
