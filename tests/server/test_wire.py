@@ -124,6 +124,7 @@ def test_any_value_is_a_request_that_fits_or_a_value_error(
         ({"min_chunk_tokens": 0}, "min_chunk_tokens is 0"),
         ({"separator": 5}, "separator is 5"),
         ({"head": 5}, "head is 5"),
+        ({"stand_in": 5}, "stand_in is 5"),
         ({"system": ["x"]}, "system is \\['x'\\]; expected a text or null"),
         ({"recomp_ratio": 7}, "recomp_ratio is 7"),
     ],
@@ -137,3 +138,19 @@ def test_server_settings_hold_the_requests_defaults() -> None:
     settings = ServerSettings.from_mapping({"auto": True, "recomp_ratio": 0.3, "check_layers": [2]})
     assert settings.auto
     assert (settings.blend.recomp_ratio, settings.blend.check_layers) == (0.3, (2,))
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "ratio"),
+    [
+        ({"stand_in": ""}, "hkvd", 0.16),
+        ({"stand_in": "A passage."}, "ahead*hkvd", 0.08),
+        ({"stand_in": "A passage.", "policy": "hkvd"}, "hkvd", 0.08),
+        ({"stand_in": "A passage.", "recomp_ratio": 0.3}, "ahead*hkvd", 0.3),
+    ],
+)
+def test_a_stand_in_changes_the_defaults_alone(
+    values: dict[str, Any], policy: str, ratio: float
+) -> None:
+    blend = ServerSettings.from_mapping(values).blend
+    assert (blend.policy, blend.recomp_ratio) == (policy, ratio)
