@@ -107,14 +107,20 @@ class Engine:
         self, ids: list[int], max_tokens: int = 16, cache_salt: str = "tests"
     ) -> tuple[list[int], torch.Tensor]:
         """Greedy token ids, and the logits they came from, ``[max_tokens, vocab_size]``."""
+        with self.watched() as logits:
+            (tokens,) = self.generate([ids], max_tokens, cache_salt)
+        return tokens, torch.cat(logits)
+
+    @contextmanager
+    def watched(self) -> Iterator[list[torch.Tensor]]:
+        """Gets the logits of each step meanwhile, ``[num_samples, vocab_size]``."""
         logits: list[torch.Tensor] = []
         stock = self.outer.compute_logits
         self.outer.compute_logits = lambda *args: logits.append(stock(*args).clone()) or logits[-1]
         try:
-            (tokens,) = self.generate([ids], max_tokens, cache_salt)
+            yield logits
         finally:
             del self.outer.compute_logits
-        return tokens, torch.cat(logits)
 
     def collect(self, ids: list[int]) -> list[list[torch.Tensor]]:
         """``[K, V]`` of each layer, by the flags, as the paper's scripts do it."""
