@@ -226,8 +226,10 @@ def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row[0] for row in each[2:4]] == ["`hkvd@0.16`", "`mapreduce`"] and len(each) == 4 * 4
     assert each[3][2] == "-" and each[3][6].startswith("0.") and each[2][2] == kl[2][3]
     (lost,) = (row for row in rows("lost", *folders, "--methods", "reuse") if row[0] == "big, t")
-    share = rows("recovered", *folders, "--methods", "hkvd@0.16")[2]
-    assert share == ["big, t", lost[2], "80% [80%, 80%]", "80% [80%, 80%]"]
+    shares = rows("recovered", *folders, "--methods", "hkvd@0.16")
+    assert shares[2] == ["big, t", lost[2], "80% [80%, 80%]", "80% [80%, 80%]"]
+    assert [row[0] for row in shares[2:]] == labels + means
+    assert shares[-1][2:] == ["80% [80%, 80%]", "80% [80%, 80%]"]
     less = rows("compare", *folders, "--methods", "hkvd@0.16", "reuse", "--what", "kl")
     assert less[0][2] == "kl: `hkvd@0.16` less `reuse`"
     assert float(less[2][2].split()[0]) == pytest.approx(-0.8 * numbers[0], abs=2e-3)
@@ -248,9 +250,13 @@ def test_an_interval_over_groups_and_of_a_share() -> None:
     assert mean.value == pytest.approx((np.mean(small) + np.mean(large)) / 2)
     assert mean.high - mean.low == pytest.approx(4 * (1 / 5) / 2, rel=0.3)
     whole = draw.uniform(1, 9, 50)
-    share = bootstrap_gone((whole / 4).tolist(), whole.tolist())
+    share = bootstrap_gone([(whole / 4, whole)])
     assert share.value == pytest.approx(0.75) and share.high - share.low < 1e-9
-    noisy = bootstrap_gone((whole / 4 + draw.normal(0, 1, 50)).tolist(), whole.tolist())
+    few = draw.uniform(1, 3, 5)
+    both = bootstrap_gone([(whole / 4, whole), (few / 2, few)])
+    expected = 1 - (whole.mean() / 4 + few.mean() / 2) / (whole.mean() + few.mean())
+    assert both.value == pytest.approx(expected) and both.low < expected < both.high
+    noisy = bootstrap_gone([(whole / 4 + draw.normal(0, 1, 50), whole)])
     assert noisy.low < 0.75 < noisy.high and noisy.high - noisy.low < 0.3
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_blend.eval.runner import Result, model_of, read_results
-from vllm_blend.eval.stats import Mean, bootstrap, bootstrap_gone, bootstrap_over, summarize
+from vllm_blend.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.eval.tables import interval, number, percent, table
 
 What = Literal["kl", "lost", "score"]
@@ -72,18 +72,25 @@ def common(run: Run, columns: Sequence[Column]) -> list[list[float]]:
     return [[values[key] for key in keys] for values in found]
 
 
-def grid(runs: Sequence[Run], columns: Mapping[str, Column], digits: int = 3) -> str:
-    """A line a run, then the means over each model's runs and over all: a cell a column."""
-    rows: list[list[str]] = []
-    data = [common(run, list(columns.values())) for run in runs]
-    for run, values in zip(runs, data, strict=True):
-        rows.append([run.label, str(len(values[0])), *(_cell([v], digits) for v in values)])
+def lines(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
+    """A line a run, then the means over each model's runs and over all: a label and its runs."""
+    found = [(run.label, [index]) for index, run in enumerate(runs)]
     models = list(dict.fromkeys(run.model for run in runs))
     for name in [*models, "all"] if len(models) > 1 else models:
-        own = [v for run, v in zip(runs, data, strict=True) if name in ("all", run.model)]
+        own = [index for index, run in enumerate(runs) if name in ("all", run.model)]
         if len(own) > 1:
-            cells = [_cell(groups, digits) for groups in zip(*own, strict=True)]
-            rows.append([f"{name}, mean of {len(own)}", "", *cells])
+            found.append((f"{name}, mean of {len(own)}", own))
+    return found
+
+
+def grid(runs: Sequence[Run], columns: Mapping[str, Column], digits: int = 3) -> str:
+    """``lines`` with a cell a column."""
+    data = [common(run, list(columns.values())) for run in runs]
+    rows: list[list[str]] = []
+    for label, own in lines(runs):
+        n = str(len(data[own[0]][0])) if len(own) == 1 else ""
+        cells = [_cell(groups, digits) for groups in zip(*(data[i] for i in own), strict=True)]
+        rows.append([label, n, *cells])
     return table(["", "n", *columns], rows)
 
 
@@ -108,26 +115,34 @@ def methods_table(run: Run, methods: Sequence[str] = ()) -> str:
     return table(["", "n", "KL to full", "top-1", "same answer", "score", "lost of it"], rows)
 
 
-def recovered(run: Run, method: str, of: str) -> tuple[Mean, Mean, Mean]:
-    """What ``method`` takes back of what ``of`` loses.
+def recovered(runs: Sequence[Run], method: str, of: str) -> tuple[Mean, Mean, Mean]:
+    """What ``method`` takes back of what ``of`` loses, in the means over ``runs``.
 
     Returns:
         The score that ``of`` loses; the shares of that, and of its KL, that ``method`` does not lose.
     """
-    lost, whole = common(run, [_values(method, "lost"), _values(of, "lost")])
-    kl, whole_kl = common(run, [_values(method, "kl"), _values(of, "kl")])
-    return bootstrap(whole), bootstrap_gone(lost, whole), bootstrap_gone(kl, whole_kl)
+
+    def pairs(what: What) -> list[tuple[list[float], list[float]]]:
+        columns = [_values(method, what), _values(of, what)]
+        return [(left, whole) for left, whole in (common(run, columns) for run in runs)]
+
+    lost = pairs("lost")
+    return (
+        bootstrap_over([whole for _, whole in lost]),
+        bootstrap_gone(lost),
+        bootstrap_gone(pairs("kl")),
+    )
 
 
 def recovered_table(runs: Sequence[Run], methods: Sequence[str], of: str) -> str:
-    """``recovered`` of each run and method; the share of the score only where the loss is beyond 0."""
+    """``lines`` of ``recovered``; the share of the score only where the loss is beyond 0."""
     rows = []
-    for run in runs:
-        found = [recovered(run, method, of) for method in methods]
+    for label, own in lines(runs):
+        found = [recovered([runs[i] for i in own], method, of) for method in methods]
         lost = found[0][0]
         cells = [_percents(kl) for _, _, kl in found]
         cells += [_percents(share) if lost.low > 0 else "" for _, share, _ in found]
-        rows.append([run.label, interval(lost), *cells])
+        rows.append([label, interval(lost), *cells])
     heads = [f"KL gone: `{method}`" for method in methods]
     heads += [f"score: `{method}`" for method in methods]
     return table(["", f"lost by `{of}`", *heads], rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -30,18 +31,27 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Mean:
 
 def bootstrap_over(groups: Sequence[Sequence[float]], seed: int = 0) -> Mean:
     """The mean of the groups' means: each group counts the same, and is drawn for itself."""
-    random = np.random.default_rng(seed)
-    found = [_means(np.asarray(values, dtype=float), random) for values in groups]
-    mean, drawn = (np.mean([f[i] for f in found], axis=0) for i in range(2))
+    mean, drawn = _means_over(groups, seed)
     return _interval(float(mean), drawn)
 
 
-def bootstrap_gone(left: Sequence[float], whole: Sequence[float], seed: int = 0) -> Mean:
-    """The share of ``whole``'s sum that ``left``'s does not have; pairs are drawn together."""
-    pairs = np.stack([np.asarray(left, dtype=float), np.asarray(whole, dtype=float)], axis=1)
-    (one, other), drawn = _means(pairs, np.random.default_rng(seed))
+def bootstrap_gone(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: int = 0) -> Mean:
+    """The share of a mean that another does not have, both over groups as ``bootstrap_over``'s.
+
+    Args:
+        groups: what is left and what was there, example by example; the two are drawn together.
+    """
+    pairs = [np.stack([np.asarray(values, dtype=float) for values in pair], axis=1) for pair in groups]
+    (left, whole), drawn = _means_over(pairs, seed)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _interval(float(1 - np.divide(one, other)), 1 - drawn[:, 0] / drawn[:, 1])
+        return _interval(float(1 - np.divide(left, whole)), 1 - drawn[:, 0] / drawn[:, 1])
+
+
+def _means_over(groups: Sequence[Any], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the groups' means, and of their draws."""
+    random = np.random.default_rng(seed)
+    found = [_means(np.asarray(values, dtype=float), random) for values in groups]
+    return np.mean([f[0] for f in found], axis=0), np.mean([f[1] for f in found], axis=0)
 
 
 def _means(data: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
