@@ -318,7 +318,8 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
     Args:
         first: where it keeps other KV of a prompt's first chunk: each document first as well.
     """
-    groups = [corpus[start : start + 10] for start in range(0, len(corpus), 10)]
+    # each document behind another
+    groups = [[corpus[at - 1], *corpus[at : at + 9]] for at in range(0, len(corpus), 9)]
     groups += [[text] for text in corpus] if first else []
     missed, computed, before = 1, 0, -1
     while missed or computed != before:

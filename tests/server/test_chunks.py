@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vllm_blend.core import BlendStep, ChunkIds, CollectPlan, KeyedPlan, KeyedSpan, StepRequest
 from vllm_blend.models.chunks import ChunkKV
-from vllm_blend.server.background import Background
+from vllm_blend.server.background import MIN_WINDOW, Background
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 from vllm_blend.server.mail import Orders
 
@@ -117,6 +117,30 @@ def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
         assert sum(started) <= 0.25 * computed
     assert sum(started) == 500
     assert background.start(idle=True)
+
+
+def test_a_chunk_of_an_idle_engine_goes_by_windows_and_stands_back() -> None:
+    background = Background(KnownChunks(10_000), 1000, 0.5, lambda request_id, *_: request_id)
+    background.add(chunk_of(0, 900))
+    (name,) = background.start(idle=True)
+    background.took(256, 0.064)  # 4,000 tokens a second
+    assert background.window == 400
+    assert background.room(name, 900, 4096, running=False) == 400
+    assert background.room(name, 500, 4096, running=True) == 400
+    background.took(MIN_WINDOW - 1, 1.0)  # too few to tell
+    background.start(idle=False)  # requests came
+    assert background.room(name, 100, 4096, running=True) == 0
+    assert background.room(name, 900, 4096, running=False) == 400  # preempted: else all behind it wait
+    background.earn(150)
+    assert background.room(name, 100, 4096, running=True) == 0
+    background.earn(100)
+    assert background.room(name, 100, 4096, running=True) == 4096
+    assert background.credit == 25
+    assert background.room(name, 30, 4096, running=True) == 4096  # nothing is paid twice
+    assert background.credit == 25
+    background.took(256, 60.0)
+    assert background.window == MIN_WINDOW
+    background.finish(name, completed=True)
 
 
 def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:

@@ -295,6 +295,50 @@ def test_several_answers_and_logprobs(server: Engine) -> None:
     assert all(len(completion.logprobs) == 8 for completion in found.outputs)
 
 
+def test_requests_wait_for_no_more_of_a_chunk_than_a_window(
+    server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that an idle engine computes stands back for a request; its KV is the same."""
+    from vllm import SamplingParams
+
+    engine, state = server.llm.llm_engine, scheduler(server)
+    background = state.blend_own.background
+    monkeypatch.setattr(background, "took", lambda *_: None)  # windows of a size
+    monkeypatch.setattr(background, "window", 300)
+    monkeypatch.setattr(background, "share", 0.01)
+    prompt, spans = prompt_of(server, [71], size=900)
+    plain = answer(*outputs(server, [prompt], [None]))
+    outputs(server, [prompt], [{"spans": spans}])  # missed
+    context = len(state.blend_own.contexts.first)
+
+    def step() -> int:
+        """Tokens of the chunk that are computed."""
+        engine.step()
+        (found,) = (r for name, r in state.requests.items() if background.is_mine(name))
+        return int(found.num_computed_tokens)
+
+    assert [step(), step()] == [300, 600]
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    engine.add_request("short", {"prompt_token_ids": server.ids(20, 72)}, short)
+    (request,) = (r for name, r in state.requests.items() if name.startswith("short"))
+    assert [step() for _ in range(3)] == [600] * 3
+    assert len(request.output_token_ids) == 3
+    background.credit = 0.0
+    background.share = 1000.0  # what the next step earns is enough for the rest
+    assert step() == 600
+    longer = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    engine.add_request("longer", {"prompt_token_ids": server.ids(20, 73)}, longer)
+    engine.step()
+    assert key_of(server, prompt, spans[0]) in state.blend_chunks
+    assert background.credit < 1000 - (context + 900 - 600)
+    while engine.has_unfinished_requests():
+        engine.step()
+    drain(server)
+    state.reset_prefix_cache()
+    (found,) = outputs(server, [prompt], [{"spans": spans, "recomp_ratio": 1.0} | REPORT])
+    assert (report(found)["reused_tokens"], answer(found)) == (900, plain)
+
+
 def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     """More chunks than fit, some aborted: counts of blocks, pins and bytes come back."""
     engine = server.llm.llm_engine
@@ -307,7 +351,7 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     from vllm import SamplingParams
 
     for index in range(60):
-        prompt, spans = prompt_of(server, [100 + index % 25, 101 + index % 25], size=90)
+        prompt, spans = prompt_of(server, [100 + index % 50, 101 + index % 50], size=90)
         params = SamplingParams(
             temperature=0, max_tokens=6, detokenize=False, extra_args={"blend": {"spans": spans}}
         )

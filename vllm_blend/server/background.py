@@ -2,7 +2,8 @@
 
 Each is a request of the engine's own, behind the chunk's context. It is let in when
 the engine has nothing else to do, or when as many tokens of requests were computed as the server's
-share asks for.
+share asks for. In the first case it goes window by window, and stands back when requests come, until
+the share has room for the rest of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from vllm_blend.server.chunks import KnownChunks, chunk_key
 MAX_WAITING = 4096
 """Chunks that wait to be computed; more are forgotten until they are seen again."""
 
+STEP_SECONDS = 0.1
+"""What a step of an idle engine is to take for a chunk: a request that comes waits for its end."""
+
+MIN_WINDOW = 128
+"""Tokens of a chunk that such a step computes at least."""
+
 _numbers = itertools.count()
 
 
@@ -29,6 +36,9 @@ class Background:
         max_tokens: of a chunk and its context; longer ones are not computed.
         share: of the computed tokens, for an engine that is not idle.
         make_request: an engine request of ``(request_id, token_ids, plan)``.
+
+    Attributes:
+        window: tokens of a chunk that a step of an idle engine computes at most.
     """
 
     def __init__(
@@ -44,9 +54,12 @@ class Background:
         self.credit = 0.0  # tokens that may be computed now
         self.num_computed = 0
         self.num_dropped = 0
+        self.window = 2 * MIN_WINDOW
         self._make_request = make_request
         self._waiting: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
         self._running: dict[str, CollectPlan] = {}
+        self._paid: set[str] = set()  # of these; all that they need was taken from the credit
+        self._idle = True
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -74,11 +87,16 @@ class Background:
 
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
-        longest = max(map(_cost, self._waiting.values()), default=0)
-        self.credit = min(self.credit + self.share * num_tokens, float(longest))
+        costs = [_cost(chunk) for chunk in self._waiting.values()]
+        costs += [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
+        self.credit = min(self.credit + self.share * num_tokens, float(max(costs, default=0)))
 
     def start(self, idle: bool) -> list[Any]:
-        """Engine requests to begin with now: one, if there are means for it and none runs."""
+        """Engine requests to begin with now: one, if there are means for it and none runs.
+
+        To be called before each step; ``idle``: the engine has no requests but these.
+        """
+        self._idle = idle
         if not self._waiting or self._running:
             return []
         key, chunk = next(iter(self._waiting.items()))
@@ -90,12 +108,34 @@ class Background:
             # what is kept is in use, or the chunk is larger than all there is
             self.num_dropped += 1
             return []
-        if not idle:
-            self.credit -= cost
         plan = CollectPlan(start=len(chunk.context), num_prompt_tokens=cost, key=key, chunk=chunk)
         request_id = f"vllm_blend-chunk-{next(_numbers)}"
         self._running[request_id] = plan
+        if not idle:
+            self._pay(request_id, cost)
         return [self._make_request(request_id, [*chunk.context, *chunk.token_ids], plan)]
+
+    def room(self, request_id: str, left: int, num_new: int, running: bool) -> int:
+        """How many of the ``num_new`` tokens that a step has room for a chunk's request takes.
+
+        Args:
+            left: its tokens that are not computed.
+            running: it has been let in. One that has not takes some, or vLLM lets in none behind it.
+        """
+        if running and not self._idle and request_id not in self._paid:
+            if self.credit < left:
+                return 0
+            self._pay(request_id, left)
+        return num_new if request_id in self._paid else min(num_new, self.window)
+
+    def _pay(self, request_id: str, num_tokens: int) -> None:
+        self.credit -= num_tokens
+        self._paid.add(request_id)
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step with nothing but a chunk took this long."""
+        if num_tokens >= MIN_WINDOW and seconds > 0:
+            self.window = max(MIN_WINDOW, int(STEP_SECONDS * num_tokens / seconds))
 
     def is_mine(self, request_id: str) -> bool:
         return request_id in self._running
@@ -103,6 +143,7 @@ class Background:
     def finish(self, request_id: str, completed: bool) -> None:
         """The model's process has the request's KV, or the request was aborted."""
         plan = self._running.pop(request_id)
+        self._paid.discard(request_id)
         assert plan.key is not None
         if completed:
             self.num_computed += 1

@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
 from vllm_blend.server.chunks import KnownChunks, bytes_per_token
@@ -96,7 +97,7 @@ class BlendScheduler:
         self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
         if window := self._window():
             logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
-        elif self.vllm_config.scheduler_config.enable_chunked_prefill:
+        elif self._cuts:
             logger.warning(
                 "vllm_blend: blended prompts are cut where a step is full, so what is recomputed "
                 "depends on what else it holds; max_num_batched_tokens of at least twice "
@@ -225,20 +226,30 @@ class BlendScheduler:
         """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
 
         A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
-        chosen among those of one step, and must not depend on what else the step holds.
+        chosen among those of one step, and must not depend on what else the step holds. A missed
+        chunk takes no more than clients' requests may wait for.
         """
         stock: Any = super()
         left = request.num_tokens - num_computed
+        background = self.blend_own.background
+        if background.is_mine(request.request_id) and self._cuts:
+            running = request.status == RequestStatus.RUNNING
+            num_new = background.room(request.request_id, left, num_new, running)
         if request.request_id in self._plans and left > 1 and (window := self._window()):
             num_new = min(left, window) if num_new >= min(left, window) else 0
         return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether prefills may be cut."""
+        return bool(self.vllm_config.scheduler_config.enable_chunked_prefill)
 
     def _window(self) -> int:
         """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts freely."""
         config = self.vllm_config.scheduler_config
         decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
         window = self.max_num_scheduled_tokens - decodes
-        if window < decodes or not config.enable_chunked_prefill:
+        if window < decodes or not self._cuts:
             return 0
         return min(window, config.long_prefill_token_threshold or window)
 
@@ -284,8 +295,10 @@ class BlendScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         own, started = self.blend_own, getattr(scheduler_output, STARTED, None)
         own.background.earn(sum(n for name, n in scheduled.items() if not own.is_mine(name)))
+        seconds = time.monotonic() - started if started else 0.0
+        if scheduled and all(map(own.background.is_mine, scheduled)):
+            own.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
         if self.blend_fetches is not None and own.pace is not None and started:
-            seconds = time.monotonic() - started
             own.pace.step_took(scheduled, seconds)
             if not self._plans.keys() & scheduled.keys() and not any(map(own.measures, scheduled)):
                 self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
