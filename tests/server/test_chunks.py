@@ -131,6 +131,9 @@ def test_a_chunk_of_an_idle_engine_goes_by_windows_and_stands_back() -> None:
     background.start(idle=False)  # requests came
     assert background.room(name, 100, 4096, running=True) == 0
     assert background.room(name, 900, 4096, running=False) == 400  # preempted: else all behind it wait
+    background.stalled = True  # they wait for what the chunk holds
+    assert background.room(name, 100, 4096, running=True) == 400
+    background.stalled = False
     background.earn(150)
     assert background.room(name, 100, 4096, running=True) == 0
     background.earn(100)

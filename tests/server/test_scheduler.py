@@ -339,6 +339,27 @@ def test_requests_wait_for_no_more_of_a_chunk_than_a_window(
     assert (report(found)["reused_tokens"], answer(found)) == (900, plain)
 
 
+def test_a_chunk_does_not_hold_the_blocks_that_a_request_waits_for(
+    server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = scheduler(server)
+    background, pool = state.blend_own.background, state.kv_cache_manager.block_pool
+    monkeypatch.setattr(background, "took", lambda *_: None)
+    monkeypatch.setattr(background, "window", 300)
+    monkeypatch.setattr(background, "share", 0.0)
+    prompt, spans = prompt_of(server, [74], size=900)
+    outputs(server, [prompt], [{"spans": spans}])
+    server.llm.llm_engine.step()
+    assert background.num_running == 1
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 700 // state._block_size)
+    try:  # room for the rest of the chunk, not for the request beside it
+        (found,) = outputs(server, [server.ids(1000, 75)], [None])
+    finally:
+        pool.free_blocks(taken)
+    assert len(answer(found)) == 8
+    assert key_of(server, prompt, spans[0]) in state.blend_chunks
+
+
 def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     """More chunks than fit, some aborted: counts of blocks, pins and bytes come back."""
     engine = server.llm.llm_engine

@@ -39,6 +39,8 @@ class Background:
 
     Attributes:
         window: tokens of a chunk that a step of an idle engine computes at most.
+        stalled: the last step had nothing to compute, so no request is held up by a chunk; one may be
+            waiting for the blocks that a chunk holds.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Background:
         self._running: dict[str, CollectPlan] = {}
         self._paid: set[str] = set()  # of these; all that they need was taken from the credit
         self._idle = True
+        self.stalled = False
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -122,7 +125,8 @@ class Background:
             left: its tokens that are not computed.
             running: it has been let in. One that has not takes some, or vLLM lets in none behind it.
         """
-        if running and not self._idle and request_id not in self._paid:
+        stands_back = not (self._idle or self.stalled or request_id in self._paid)
+        if running and stands_back:
             if self.credit < left:
                 return 0
             self._pay(request_id, left)

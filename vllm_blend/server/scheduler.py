@@ -214,6 +214,7 @@ class BlendScheduler:
         for request in self.blend_own.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
         output = stock.schedule(*args, **kwargs)
+        self.blend_own.background.stalled = not output.num_scheduled_tokens
         orders = Orders(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
             orders = self.blend_fetches.take_orders(orders.drop)
