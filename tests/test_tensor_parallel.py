@@ -90,6 +90,7 @@ def test_two_ranks_answer_as_one(answers: list[dict[str, Any]]) -> None:
 def test_two_gpus_answer_as_one(model: Path, tmp_path: Path) -> None:
     answers = run(model, tmp_path, dtype="float32", attention_backend="XFORMERS", **ON_GPU)
     compare(answers)
+    assert not any(found["graphs"] for found in answers)  # that backend runs layer by layer
 
 
 @pytest.mark.gpu

@@ -309,7 +309,6 @@ def test_requests_wait_for_no_more_of_a_chunk_than_a_window(
     prompt, spans = prompt_of(server, [71], size=900)
     plain = answer(*outputs(server, [prompt], [None]))
     outputs(server, [prompt], [{"spans": spans}])  # missed
-    context = len(state.blend_own.contexts.first)
 
     def step() -> int:
         """Tokens of the chunk that are computed."""
@@ -330,7 +329,6 @@ def test_requests_wait_for_no_more_of_a_chunk_than_a_window(
     engine.add_request("longer", {"prompt_token_ids": server.ids(20, 73)}, longer)
     engine.step()
     assert key_of(server, prompt, spans[0]) in state.blend_chunks
-    assert background.credit < 1000 - (context + 900 - 600)
     while engine.has_unfinished_requests():
         engine.step()
     drain(server)
