@@ -216,12 +216,13 @@ def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     kl = rows("kl", *folders, "--methods", "reuse", "hkvd@0.16")
     labels = ["big, t", "big, u", "small, t", "small, u"]
     assert kl[0] == ["", "n", "`reuse`", "`hkvd@0.16`"]
-    means = ["big, mean of 2", "small, mean of 2", "all, mean of 4"]
+    means = [f"{name}, mean of 2" for name in ("big", "small", "t", "u")] + ["all, mean of 4"]
     assert [row[0] for row in kl[2:]] == labels + means
     numbers = [float(row[2].split()[0]) for row in kl[2:]]
     assert numbers[4] == pytest.approx((numbers[0] + numbers[1]) / 2, abs=1e-3)
-    assert numbers[6] == pytest.approx(sum(numbers[:4]) / 4, abs=1e-3)
-    assert [row[1] for row in kl[2:]] == ["40"] * 4 + [""] * 3
+    assert numbers[6] == pytest.approx((numbers[0] + numbers[2]) / 2, abs=1e-3)
+    assert numbers[8] == pytest.approx(sum(numbers[:4]) / 4, abs=1e-3)
+    assert [row[1] for row in kl[2:]] == ["40"] * 4 + [""] * 5
     each = rows("methods", *folders, "--methods", "hkvd@0.16", "mapreduce")
     assert [row[0] for row in each[2:4]] == ["`hkvd@0.16`", "`mapreduce`"] and len(each) == 4 * 4
     assert each[3][2] == "-" and each[3][6].startswith("0.") and each[2][2] == kl[2][3]

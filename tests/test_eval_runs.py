@@ -18,6 +18,7 @@ from vllm_blend.eval.cli import make_blender
 from vllm_blend.eval.data import Example, Passage
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.forcing import check_forced, forced_params
+from vllm_blend.eval.report import main as report_main
 from vllm_blend.eval.report import render
 from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
 from vllm_blend.eval.stats import summarize
@@ -281,6 +282,22 @@ def test_the_page_holds_all_that_it_shows(
     assert "a &lt;model&gt;" in page
     assert page.count('class="kept"') == found["hkvd"].kept.sum()
     assert "<td>hkvd@0.3</td>" in page
+
+
+def test_the_page_of_a_run_in_batches_shows_no_times(
+    found: dict[str, Diagnosis], run: tuple[Path, list[Result]]
+) -> None:
+    untimed = [replace(result, ttft=None) for result in run[1]]
+    page = render(found, BlendSettings(), "a model", summarize(untimed))
+    assert page.count("data:image/png;base64,") == 5 and "time to first token" not in page
+
+
+def test_a_page_of_no_results_is_refused_before_anything_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        report_main(["--data", "x.json", "--task", "musique", "--results", str(tmp_path / "none")])
+    assert "none: no results there" in capsys.readouterr().err
 
 
 def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ python -m vllm_blend.eval.across recovered .out/* --methods hkvd@0.16 --of reuse
 python -m vllm_blend.eval.across plot .out/* --policies hkvd ahead --output kl.svg
 
 Intervals are 95%, by bootstrap over the examples; methods in one table are on the same examples. A mean
-over runs gives each run the same weight.
+over runs (a model's, a set's, all) gives each run the same weight.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ def common(run: Run, columns: Sequence[Column]) -> list[list[float]]:
 
 
 def lines(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
-    """A line a run, then the means over each model's runs and over all: a label and its runs."""
+    """A line a run, then the means over each model's runs, each set's and all: a label and its runs."""
     found = [(run.label, [index]) for index, run in enumerate(runs)]
     models = list(dict.fromkeys(run.model for run in runs))
-    for name in [*models, "all"] if len(models) > 1 else models:
-        own = [index for index, run in enumerate(runs) if name in ("all", run.model)]
-        if len(own) > 1:
-            found.append((f"{name}, mean of {len(own)}", own))
-    return found
+    tasks = list(dict.fromkeys(run.task for run in runs))
+    groups = [(name, [i for i, run in enumerate(runs) if run.model == name]) for name in models]
+    if len(models) > 1:
+        if len(tasks) > 1:
+            groups += [(name, [i for i, run in enumerate(runs) if run.task == name]) for name in tasks]
+        groups.append(("all", list(range(len(runs)))))
+    return found + [(f"{name}, mean of {len(own)}", own) for name, own in groups if len(own) > 1]
 
 
 def grid(runs: Sequence[Run], columns: Mapping[str, Column], digits: int = 3) -> str:

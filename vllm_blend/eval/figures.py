@@ -136,7 +136,7 @@ def kl_of_runs(runs: Sequence[Run], policies: Sequence[str], path: Path) -> None
 
 
 def ttft_bars(summaries: Sequence[Summary], task: str) -> str:
-    """Median time to first token of each method."""
+    """Median time to first token of each method, all of which have one."""
     rows = [summary for summary in summaries if summary.task == task][::-1]
 
     def fill(axes: Any) -> None:

@@ -72,11 +72,14 @@ def render(
             figures.attention_deviation(found),
         ),
     ]
+    timed = [summary for summary in summaries if summary.ttft is not None]
     for task in dict.fromkeys(summary.task for summary in summaries):
-        images += [
-            (f"{task}: KL by ratio", "Lower is nearer.", figures.kl_by_ratio(summaries, task)),
-            (f"{task}: time to first token", "Medians.", figures.ttft_bars(summaries, task)),
-        ]
+        images.append(
+            (f"{task}: KL by ratio", "Lower is nearer.", figures.kl_by_ratio(summaries, task))
+        )
+        if any(summary.task == task for summary in timed):
+            heading = f"{task}: time to first token"
+            images.append((heading, "Medians.", figures.ttft_bars(timed, task)))
     page = Environment(autoescape=True).from_string(PAGE)
     return page.render(
         title="vllm_blend: what reuse changes",
@@ -115,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = [BlendSettings(policy=p, recomp_ratio=options.ratio) for p in options.policies]
     except ValueError as error:
         parser.error(str(error))
+    summaries = summarize(read_results(options.results)) if options.results else []
+    if options.results and not summaries:
+        parser.error(f"--results {options.results}: no results there; give a folder of --output")
     task, (example,) = TASKS[options.task], read_examples(options.data, limit=1)
     blender = make_blender(options.model, 8192, task.header)
     chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
@@ -122,7 +128,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for each in settings:
         found[each.policy] = diagnose(blender, prompt, each, options.ratios)
-    summaries = summarize(read_results(options.results)) if options.results else []
     name = options.model.name if options.model else "SmolLM2-135M-Instruct"
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(render(found, settings[0], name, summaries))
