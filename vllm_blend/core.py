@@ -56,9 +56,12 @@ class StoredKV:
         layers: K (before RoPE) and V of each layer, ``[num_tokens, num_kv_heads, head_size]``. Where
             they are still being loaded (``store/late.py``), ``layers[i]`` waits for layer ``i``; where
             they are kept in fp8 (``store/fp8.py``), it is widened.
+        scores: how far each token's K and V move between two contexts (``select/static.py``),
+            ``[num_tokens]`` float32 in the host's memory; None: they were computed in one only.
     """
 
     layers: Sequence[LayerKV]
+    scores: torch.Tensor | None = None
 
     @property
     def described(self) -> Sequence[LayerKV]:
@@ -106,9 +109,10 @@ class StoredKV:
         """The KV of tokens ``[start, end)`` of these; not copied. Waits for KV that comes late."""
         if (start, end) == (0, self.num_tokens):
             return self
+        scores = None if self.scores is None else self.scores[start:end]
         if isinstance(self.layers, BlockLayers):
-            return StoredKV(BlockLayers(self.layers.block[:, :, start:end]))
-        return StoredKV(tuple((k[start:end], v[start:end]) for k, v in self.layers))
+            return StoredKV(BlockLayers(self.layers.block[:, :, start:end]), scores)
+        return StoredKV(tuple((k[start:end], v[start:end]) for k, v in self.layers), scores)
 
     def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:
         """Raises ValueError, naming ``name`` and the shape, if this does not fit."""
