@@ -64,6 +64,7 @@ class ThrottledDisk(DiskTier):
 
 class ThrottledSource:
     def __init__(self, source: Source, tier: ThrottledDisk) -> None:
+        self.num_bytes = source.num_bytes
         self._source = source
         self._tier = tier
 

@@ -102,6 +102,7 @@ class TracedDisk(DiskTier):
 class TracedSource:
     def __init__(self, source: Source, layout: Layout, trace: Trace, chunk: int) -> None:
         self._source, self._layout, self._trace, self._chunk = source, layout, trace, chunk
+        self.num_bytes = source.num_bytes
 
     def read(self, offset: int, into: memoryview) -> int:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Keys, and KV that any process can check."""
+"""Keys, and KV that any process can check, with scores and without."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ def make_key(seed: int = 0, num_tokens: int = 20, model: ModelKey = MODEL, salt:
     return model.chunk(ids, context=(1,), salt=salt)
 
 
-def make_kv(key: ChunkKey) -> StoredKV:
+def make_kv(key: ChunkKey, scored: bool = False) -> StoredKV:
     """KV that is a function of the key, so that any process can say what is right."""
     shape = key.model.shape
     generator = torch.Generator().manual_seed(int.from_bytes(key.digest[:6], "little"))
     size = (shape.num_layers, 2, *shape.of(key.num_tokens))
     both = torch.randn(size, generator=generator).to(shape.dtype)
-    return StoredKV(tuple((pair[0].clone(), pair[1].clone()) for pair in both))
+    scores = torch.rand(key.num_tokens, generator=generator) if scored else None
+    return StoredKV(tuple((pair[0].clone(), pair[1].clone()) for pair in both), scores)
 
 
 def same(one: StoredKV | None, other: StoredKV) -> bool:
+    """Whether K, V and scores are the same, or neither has scores."""
     assert one is not None
-    return all(
+    if one.scores is None or other.scores is None:
+        scores = one.scores is other.scores
+    else:
+        scores = torch.equal(one.scores, other.scores)
+    return scores and all(
         torch.equal(a, b)
         for left, right in zip(one.layers, other.layers, strict=True)
         for a, b in zip(left, right, strict=True)

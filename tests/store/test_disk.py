@@ -13,7 +13,7 @@ from chunks import make_key, make_kv
 
 from vllm_blend.store.disk import DiskTier
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.record import Layout, Preamble, Reason, Record, Rejected
 from vllm_blend.store.tier import TierError
 
 BUDGET = 1 << 30
@@ -121,9 +121,12 @@ def test_a_file_of_another_length_is_rejected(tmp_path: Path, length: int) -> No
     tier, key = DiskTier(tmp_path, BUDGET), make_key()
     tier.write(record(key))
     os.truncate(files(tmp_path)[0], length)
+    source = tier.open(key)
+    assert source is not None
     with pytest.raises(Rejected) as caught:
-        tier.open(key)
+        Preamble.read(key, source.num_bytes, source.read)
     assert caught.value.reason == Reason.TRUNCATED
+    source.close()
 
 
 def test_what_a_killed_writer_left_is_swept_and_a_living_one_s_is_not(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from servers import RedisServer
 
 from vllm_blend.store import ChunkLost, ChunkStore
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.record import Layout, Preamble, Reason, Record, Rejected
 from vllm_blend.store.tier import TierError
 
 redis = pytest.importorskip("redis")
@@ -90,8 +90,10 @@ def test_what_the_server_dropped_by_itself_is_gone(redis_server: RedisServer) ->
     assert caught.value.reason == Reason.GONE
     assert tier.usage() == {"entries": 0, "bytes": 0}
     client.set(f"vllm_blend:v1:chunk:{key.digest.hex()}", b"short")
+    source = tier.open(key)
+    assert source is not None
     with pytest.raises(Rejected, match="truncated"):
-        tier.open(key)
+        Preamble.read(key, source.num_bytes, source.read)
 
 
 def test_a_full_server_is_an_error_that_is_counted(redis_server: RedisServer) -> None:

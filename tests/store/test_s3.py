@@ -12,7 +12,7 @@ from servers import Proxy
 
 from vllm_blend.store import ChunkLost, ChunkStore
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.record import Layout, Preamble, Reason, Record, Rejected
 from vllm_blend.store.tier import TierError
 
 boto3 = pytest.importorskip("boto3")
@@ -114,8 +114,11 @@ def test_objects_that_are_not_records(bucket: str, s3_endpoint: str) -> None:
     client.put_object(Bucket=bucket, Key=f"vllm_blend/v1/{key.digest.hex()}.safetensors", Body=b"short")
     tier = make_tier(bucket, s3_endpoint)
     assert tier.usage()["entries"] == 1
-    with pytest.raises(Rejected, match="truncated: 5 of"):
-        tier.open(key)
+    source = tier.open(key)
+    assert source is not None
+    with pytest.raises(Rejected, match="truncated: 5 bytes"):
+        Preamble.read(key, source.num_bytes, source.read)
+    source.close()
 
 
 @pytest.mark.parametrize("mode", ["500", "hang", "cut"])

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_blend.store.index import PAGE, Index
-from vllm_blend.store.keys import DIGEST_BYTES, FORMAT_VERSION, ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected, token_ids_in
+from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
+from vllm_blend.store.record import Reason, Record, Rejected, token_ids_in
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
@@ -70,7 +70,7 @@ class DiskTier:
         self.stats = Stats()
         self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
-        self.folder = Path(folder) / f"v{FORMAT_VERSION}"
+        self.folder = Path(folder) / f"v{DIGEST_VERSION}"
         self.direct = direct
         self._fsync = fsync
         self._lock = threading.Lock()
@@ -101,18 +101,14 @@ class DiskTier:
             return None
         except OSError as error:
             raise _tier_error(error) from error
-        size, expected = os.fstat(file).st_size, Layout.of(key).num_bytes
-        if size != expected:
-            os.close(file)
-            raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
-        self._used(key.digest, size, file)
-        return FileSource(file, self._open_direct(path))
+        self._used(key.digest, os.fstat(file).st_size, file)
+        return FileSource(file, self._open_direct(path, file))
 
     def write(self, record: Record) -> None:
         digest = record.key.digest
         if time.monotonic() > self._listed_at + max(REFRESH_S, 50 * self._listing_s):
             self.refresh()
-        if self._path(digest).exists():
+        if not record.adds_to(self._beginning(digest, len(record.head))):
             return
         if record.num_bytes > self.budget_bytes:
             raise TierError("too_large", f"{record.num_bytes} bytes", pause=False)
@@ -188,19 +184,32 @@ class DiskTier:
         name = digest.hex()
         return self.folder / name[:2] / (name + SUFFIX)
 
-    def _open_direct(self, path: Path) -> int | None:
-        """The file once more, for reads past the page cache; None where that cannot be."""
+    def _beginning(self, digest: bytes, num_bytes: int) -> bytes:
+        """The first bytes of a record; empty: there is none."""
+        try:
+            with self._path(digest).open("rb") as file:
+                return file.read(num_bytes)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise _tier_error(error) from error
+
+    def _open_direct(self, path: Path, file: int) -> int | None:
+        """``file`` once more, for reads past the page cache; None where that cannot be."""
         if not self.direct:
             return None
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:  # the file system cannot, or the file was just removed
             return None
+        if os.path.samestat(os.fstat(file), os.fstat(direct)):
+            return direct
+        os.close(direct)  # it was just replaced
+        return None
 
     def _used(self, digest: bytes, size: int, file: int) -> None:
         with self._lock:
-            if not self._index.touch(digest):
-                self._index.put(digest, size)  # another process's
+            self._index.put(digest, size)  # it may be another process's
         try:
             os.utime(file)
         except OSError:
@@ -220,7 +229,10 @@ class DiskTier:
                     left = left[os.write(file, left) :]
             if self._fsync:
                 os.fsync(file)
-            os.rename(temporary, path)
+            if record.scored or not path.exists():  # another process's may have scores
+                os.rename(temporary, path)
+            else:
+                temporary.unlink()
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -319,6 +331,7 @@ class FileSource:
     """
 
     def __init__(self, file: int, direct: int | None = None) -> None:
+        self.num_bytes = os.fstat(file).st_size
         self._file = file
         self._direct = direct
         # the device reads ahead of the checksums; or, with `direct`, nothing that is not asked for

@@ -29,12 +29,14 @@ class Slot:
         memory: all layers, uint8 ``[payload_bytes]``; holding it keeps the slot in use.
         layers: views of it.
         extent: None if the arena was full, so that this is memory of its own.
+        scores: float32 ``[num_tokens]``, filled in by whoever fills the memory, where they are known.
     """
 
     key: ChunkKey
     memory: torch.Tensor
     layers: Sequence[LayerKV]
     extent: Extent | None
+    scores: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class _Entry:
     key: ChunkKey
     extent: Extent
     num_bytes: int
+    scores: torch.Tensor | None
     kv: weakref.ref[StoredKV] | None = field(default=None, repr=False)
 
 
@@ -76,24 +79,34 @@ class HostTier:
 
     def get(self, key: ChunkKey) -> StoredKV | None:
         """The chunk's KV, not copied."""
+        return self.learn(key, None)
+
+    def learn(self, key: ChunkKey, scores: torch.Tensor | None) -> StoredKV | None:
+        """The chunk's KV, not copied; from now on with these scores, where it had none."""
         with self._lock:
-            entry = self._entries.get(key.digest)
-            if entry is None or entry.key.id_bytes != key.id_bytes:
+            entry = self._find(key)
+            if entry is None:
                 return None
             self._entries.move_to_end(key.digest)
             kv = entry.kv() if entry.kv is not None else None
+            if entry.scores is None and scores is not None:
+                entry.scores, kv = scores.detach().clone(), None
             if kv is None:
-                kv = StoredKV(_layers(self._memory(entry), key))
+                kv = StoredKV(_layers(self._memory(entry), key), entry.scores)
                 entry.kv = weakref.ref(kv)
             return kv
 
     def memory(self, key: ChunkKey) -> torch.Tensor | None:
         """The chunk's bytes, uint8 ``[payload_bytes]``; this is no use of it."""
         with self._lock:
-            entry = self._entries.get(key.digest)
-            if entry is None or entry.key.id_bytes != key.id_bytes:
-                return None
-            return self._memory(entry)
+            entry = self._find(key)
+            return None if entry is None else self._memory(entry)
+
+    def scores(self, key: ChunkKey) -> torch.Tensor | None:
+        """The chunk's scores, float32 ``[num_tokens]``; None: it is not here, or has none."""
+        with self._lock:
+            entry = self._find(key)
+            return None if entry is None else entry.scores
 
     def contains(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -111,12 +124,17 @@ class HostTier:
         return Slot(key, memory, _layers(memory, key), None)
 
     def publish(self, slot: Slot) -> None:
-        """From now on the chunk is found; its memory must be filled and verified."""
+        """From now on the chunk is found; its memory must be filled and verified.
+
+        It keeps the scores that were known of it before, where the slot has none.
+        """
         if slot.extent is None:
             return
         with self._lock:
+            before = self._find(slot.key)
+            scores = before.scores if before is not None and slot.scores is None else slot.scores
             self._remove(slot.key.digest)
-            entry = _Entry(slot.key, slot.extent, slot.memory.nbytes)
+            entry = _Entry(slot.key, slot.extent, slot.memory.nbytes, scores)
             self._entries[slot.key.digest] = entry
 
     def abandon(self, slot: Slot) -> None:
@@ -154,6 +172,10 @@ class HostTier:
                 return None
             memory = self._arena.tensor(extent, num_bytes)
         return Slot(key, memory, _layers(memory, key), extent)
+
+    def _find(self, key: ChunkKey) -> _Entry | None:
+        entry = self._entries.get(key.digest)
+        return entry if entry is not None and entry.key.id_bytes == key.id_bytes else None
 
     def _memory(self, entry: _Entry) -> torch.Tensor:
         return self._arena.tensor(entry.extent, entry.num_bytes)

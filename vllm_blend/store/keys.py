@@ -16,8 +16,9 @@ from blake3 import blake3
 
 from vllm_blend.core import KVShape
 
-FORMAT_VERSION = 1
-"""Of records and digests; a new one makes every older record a miss."""
+DIGEST_VERSION = 1
+"""Of digests, and of the places where records lie; a new one makes every older record a miss. (Records
+have versions of their own, ``record.py``.)"""
 
 STORAGES = ("auto", "fp8")
 """How a store may keep K and V."""
@@ -66,7 +67,7 @@ class ModelKey:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes."""
-        values = asdict(self) | {"format": FORMAT_VERSION}
+        values = asdict(self) | {"format": DIGEST_VERSION}
         if self.storage == "auto":
             del values["storage"]  # so that these keys are those from before there was a choice
         text = json.dumps(values, sort_keys=True, default=str)

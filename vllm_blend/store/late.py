@@ -90,7 +90,7 @@ class LateLayers(Sequence[LayerKV]):
 
 
 class LateKV(StoredKV):
-    """Stored KV whose ``layers[i]`` waits for layer ``i``."""
+    """Stored KV whose ``layers[i]`` waits for layer ``i``; its scores are there from the start."""
 
     layers: LateLayers
 

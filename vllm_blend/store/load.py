@@ -15,7 +15,7 @@ from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.lane import Lane
 from vllm_blend.store.late import ChunkLost, LateKV, LateLayers
-from vllm_blend.store.record import Layout, Reason, Rejected, checksum
+from vllm_blend.store.record import Layout, Preamble, Reason, Rejected, checksum
 from vllm_blend.store.tier import Source, TierError
 
 logger = logging.getLogger("vllm.vllm_blend.store")
@@ -43,7 +43,7 @@ class Load:
             if late is None or layerwise:
                 return late
             late.wait()
-            return StoredKV(late.layers.tensors)
+            return StoredKV(late.layers.tensors, late.scores)
         except (TimeoutError, ChunkLost):
             if self.reason is Reason.ABSENT:
                 self.reason = Reason.UNAVAILABLE
@@ -131,7 +131,7 @@ class Loads:
 
     def _load(self, load: Load) -> None:
         """Reads from the first lane that has the chunk; where one fails, goes on with the next."""
-        key, layout = load.key, Layout.of(load.key)
+        key = load.key
         slot: Slot | None = None
         missing: list[Lane] = []
         for lane in self._lanes:
@@ -144,13 +144,16 @@ class Loads:
                         missing.append(lane)
                     continue
                 try:
-                    checksums = self._read_preamble(source, layout)
+                    preamble = Preamble.read(key, source.num_bytes, source.read)
                     if slot is None:
                         slot = self._host.reserve(key)
-                        late = LateKV(LateLayers(slot.layers, str(key), self._timeout_s))
-                        load.opened.set_result(late)
+                        slot.scores = preamble.scores
+                        layers = LateLayers(slot.layers, str(key), self._timeout_s)
+                        load.opened.set_result(LateKV(layers, slot.scores))
+                    elif slot.scores is None:
+                        slot.scores = preamble.scores
                     load.lane = lane
-                    self._read_layers(load, slot, source, layout, checksums, started)
+                    self._read_layers(load, slot, source, preamble, started)
                 except Rejected as rejected:
                     load.reason = lane.reject(key, rejected)
                     missing.append(lane)
@@ -162,29 +165,18 @@ class Loads:
                     raise
                 else:
                     if missing:
-                        self._promote(key, StoredKV(slot.layers), missing)
+                        self._promote(key, StoredKV(slot.layers, slot.scores), missing)
                     return
                 finally:
                     source.close()
         if slot is not None:
             self._host.abandon(slot)
 
-    @staticmethod
-    def _read_preamble(source: Source, layout: Layout) -> list[bytes]:
-        data = bytearray(layout.preamble_bytes)
-        count = source.read(0, memoryview(data))
-        return layout.checksums(data[:count])
-
     def _read_layers(
-        self,
-        load: Load,
-        slot: Slot,
-        source: Source,
-        layout: Layout,
-        checksums: list[bytes],
-        started: float,
+        self, load: Load, slot: Slot, source: Source, preamble: Preamble, started: float
     ) -> None:
         """Reads the layers that have not arrived yet; each is verified while the next one is read."""
+        layout, checksums = preamble.layout, preamble.checksums
         late = load.opened.result()
         assert late is not None
         memory: memoryview = slot.memory.numpy().data

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import boto3
@@ -18,8 +18,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from vllm_blend.store.index import PAGE, Index
-from vllm_blend.store.keys import DIGEST_BYTES, FORMAT_VERSION, ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
+from vllm_blend.store.record import Reason, Record, Rejected
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
@@ -58,7 +58,7 @@ class S3Tier:
         self.pins: Collection[bytes] = frozenset()
         self.bucket = bucket
         self.budget_bytes = budget_bytes
-        self._prefix = f"{prefix}/v{FORMAT_VERSION}/"
+        self._prefix = f"{prefix}/v{DIGEST_VERSION}/"
         config = Config(
             connect_timeout=min(timeout_s, 2.0),
             read_timeout=timeout_s,
@@ -84,34 +84,31 @@ class S3Tier:
     def open(self, key: ChunkKey) -> S3Source | None:
         if not self.contains(key):
             return None
-        expected = Layout.of(key).num_bytes
         source = S3Source(self._client, self.bucket, self._object(key.digest))
         with _errors():
             try:
-                size = source.seek(0)
+                source.seek(0)
             except ClientError as error:
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
+                if _status(error) != 404:
                     raise
                 with self._lock:
                     self._index.remove(key.digest)
                 raise Rejected(Reason.GONE) from None
-        if size != expected:
-            source.close()
-            raise Rejected(Reason.TRUNCATED, f"{size} of {expected} bytes")
         with self._lock:
-            self._index.touch(key.digest)
+            self._index.put(key.digest, source.num_bytes)
         return source
 
     def write(self, record: Record) -> None:
         digest, size = record.key.digest, record.num_bytes
-        if self.contains(record.key):
+        if self.contains(record.key) and not record.scored:
             return
         if size > self.budget_bytes:
             raise TierError("too_large", f"{size} bytes", pause=False)
         with _errors():
-            self._make_room(size)
-            body = b"".join(record.parts)
-            self._client.put_object(Bucket=self.bucket, Key=self._object(digest), Body=body)
+            if record.adds_to(self._beginning(digest, len(record.head))):
+                self._make_room(size)
+                body = b"".join(record.parts)
+                self._client.put_object(Bucket=self.bucket, Key=self._object(digest), Body=body)
         with self._lock:
             self._index.put(digest, size)
 
@@ -158,6 +155,18 @@ class S3Tier:
     def _object(self, digest: bytes) -> str:
         return f"{self._prefix}{digest.hex()}{SUFFIX}"
 
+    def _beginning(self, digest: bytes, num_bytes: int) -> bytes:
+        """The first bytes of an object; empty: there is none. Raises boto3's errors."""
+        name, part = self._object(digest), f"bytes=0-{num_bytes - 1}"
+        try:
+            answer = self._client.get_object(Bucket=self.bucket, Key=name, Range=part)
+        except ClientError as error:
+            if _status(error) not in (404, 416):  # 416: it has no bytes
+                raise
+            return b""
+        with closing(answer["Body"]) as body:
+            return bytes(body.read())
+
     def _keep_listing(self) -> None:
         while not self._closed.is_set():
             try:
@@ -184,21 +193,33 @@ class S3Tier:
 
 
 class S3Source:
-    """An object, read in order from one answer; a jump asks again."""
+    """An object, read in order from one answer; a jump asks again.
+
+    Attributes:
+        num_bytes: of the object, once it was asked for.
+    """
 
     def __init__(self, client: Any, bucket: str, name: str) -> None:
+        self.num_bytes = 0
+        self._tag: str | None = None
         self._client = client
         self._bucket = bucket
         self._name = name
         self._body: Any = None
         self._at = 0
 
-    def seek(self, offset: int) -> int:
-        """Asks for the object from ``offset`` on; returns its size. Raises boto3's errors."""
+    def seek(self, offset: int) -> None:
+        """Asks for the object from ``offset`` on.
+
+        Raises boto3's errors, and Rejected if it was replaced since it was first asked for.
+        """
         self.close()
         answer = self._client.get_object(Bucket=self._bucket, Key=self._name, Range=f"bytes={offset}-")
         self._body, self._at = answer["Body"], offset
-        return int(answer["ContentLength"]) + offset
+        self.num_bytes = int(answer["ContentLength"]) + offset
+        tag, self._tag = self._tag, answer.get("ETag")
+        if tag not in (None, self._tag):
+            raise Rejected(Reason.GONE, "replaced")
 
     def read(self, offset: int, into: memoryview) -> int:
         done = 0
@@ -218,6 +239,11 @@ class S3Source:
         if self._body is not None:
             self._body.close()
             self._body = None
+
+
+def _status(error: ClientError) -> int:
+    """Of the answer."""
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
 
 
 def _digest(name: str, prefix: str) -> bytes | None:

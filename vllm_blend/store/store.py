@@ -27,7 +27,7 @@ from vllm_blend.store.keys import ChunkKey, check_storage
 from vllm_blend.store.lane import Lane, Writer
 from vllm_blend.store.late import LateKV
 from vllm_blend.store.load import Load, Loads
-from vllm_blend.store.record import Reason, Record
+from vllm_blend.store.record import Reason, Record, check_kv
 from vllm_blend.store.tier import Level, Stats, Tier
 
 IN_MEMORY = "gpu", "host"
@@ -178,8 +178,12 @@ class ChunkStore:
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
         """Keeps a chunk's KV. Never waits: it is copied and written from behind.
 
+        A chunk that is in memory is not written again, unless it has no scores there and ``kv`` has:
+        then they are added to it, in memory and in every tier. Known scores stay, whatever is put.
+
         Args:
-            kv: must not be changed afterwards.
+            kv: must not be changed afterwards. KV that the store is still loading (``LateKV``) is the
+                store's own already, and is not kept.
 
         Returns:
             False if too much is waiting, so that it was dropped.
@@ -187,19 +191,16 @@ class ChunkStore:
         Raises:
             ValueError: if ``kv`` is not what the key's model stores.
         """
-        kv.check(key.model.shape, key.num_tokens, name="kv")
+        check_kv(key, kv)
         with self._lock:
-            if isinstance(kv, LateKV) or key.digest in self._pending or self._host.contains(key):
+            if isinstance(kv, LateKV) or self._knows(key, kv.scores is not None):
                 return True
-            self._pending[key.digest] = key, kv
-        ready = _event(kv)
-        if self._intake.submit(lambda: self._take_in(key, kv, ready), kv.num_bytes):
-            self._stats.add("puts")
-            return True
-        with self._lock:
-            del self._pending[key.digest]
-        self._stats.add("puts_dropped")
-        return False
+            ready = _event(kv)
+            taken = self._intake.submit(lambda: self._take_in(key, kv, ready), kv.num_bytes)
+            if taken:
+                self._pending[key.digest] = key, kv  # in the place of one without scores
+        self._stats.add("puts" if taken else "puts_dropped")
+        return taken
 
     def pin(self, key: ChunkKey) -> None:
         """Keeps a chunk in every tier that has it; to be undone by as many ``unpin``."""
@@ -265,6 +266,12 @@ class ChunkStore:
     ) -> None:
         self.close()
 
+    def _knows(self, key: ChunkKey, scored: bool) -> bool:
+        """Whether a chunk is in memory, or waits to be (with scores, if ``scored``). Under the lock."""
+        if (waiting := self._pending.get(key.digest)) is not None:
+            return not scored or waiting[1].scores is not None
+        return self._host.contains(key) and (not scored or self._host.scores(key) is not None)
+
     def _find(self, key: ChunkKey) -> StoredKV | Load | None:
         """The KV if it is in memory, else its load; None is a miss that is counted."""
         if (near := self.nearest(key)) is not None:
@@ -310,6 +317,8 @@ class ChunkStore:
                 memory = self._host.memory(key)
                 if memory is not None and self._gpu is not None:
                     self._stats.add("writes.gpu" if self._gpu.copy_in(key, memory) else "full.gpu")
+                    if (scores := self._host.scores(key)) is not None:  # as they are now
+                        self._gpu.learn(key, scores)
             finally:
                 with self._lock:
                     self._to_gpu.discard(key.digest)
@@ -321,13 +330,18 @@ class ChunkStore:
     def _take_in(self, key: ChunkKey, kv: StoredKV, ready: Any) -> None:
         """Runs behind a put: into host memory, then to every tier."""
         try:
-            slot = self._host.reserve(key)
-            _copy(kv, slot, ready)
-            self._host.publish(slot)
-            held = StoredKV(slot.layers)
+            held = self._host.learn(key, kv.scores)
+            if held is None:
+                slot = self._host.reserve(key)
+                _copy(kv, slot, ready)
+                self._host.publish(slot)
+                held = StoredKV(slot.layers, slot.scores)
+            if self._gpu is not None and held.scores is not None:
+                self._gpu.learn(key, held.scores)
         finally:
             with self._lock:
-                del self._pending[key.digest]
+                if self._pending[key.digest][1] is kv:  # else one with scores waits
+                    del self._pending[key.digest]
         record = Record.of(key, held)
         for lane in self._lanes:
             lane.submit(record)
@@ -370,6 +384,8 @@ def _event(kv: StoredKV) -> Any:
 
 
 def _copy(kv: StoredKV, slot: Slot, ready: Any) -> None:
+    if kv.scores is not None:
+        slot.scores = kv.scores.detach().clone()
     stream = None
     if ready is not None:
         stream = torch.cuda.Stream(kv.described[0][0].device)  # beside the compute

@@ -27,7 +27,16 @@ class TierError(Exception):
 
 
 class Source(Protocol):
-    """One record, open for reading. Its methods raise TierError."""
+    """One record, open for reading.
+
+    Its methods raise TierError, and Rejected where the record was replaced meanwhile and its bytes do
+    not belong together.
+
+    Attributes:
+        num_bytes: of the whole record, as the tier has it.
+    """
+
+    num_bytes: int
 
     def read(self, offset: int, into: memoryview) -> int:
         """Fills ``into`` from a place in the record; returns how many bytes there were."""
@@ -70,7 +79,11 @@ class Tier(Level, Protocol):
         """The chunk's record, or None; raises Rejected where it is seen at once to be unfit."""
 
     def write(self, record: Record) -> None:
-        """Adds a record; the least recently used ones make room for it."""
+        """Adds a record; the least recently used ones make room for it.
+
+        Nothing is done where one is there already, unless this one has scores and that one has none: it
+        is replaced then, at once for whoever opens it.
+        """
 
     def discard(self, key: ChunkKey) -> None:
         """Removes a chunk's record, if it is there."""
