@@ -93,6 +93,16 @@ def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
     assert same(source, copy)
 
 
+def test_scores_come_along() -> None:
+    source = StoredKV(chunk(33, 1, "cpu").layers, torch.rand(33))
+    for num_bytes in (1 << 20, 0):
+        copy = PinnedMemory(num_bytes).copy(b"a", source)
+        assert source.scores is not None and copy.scores is not None
+        assert torch.equal(copy.scores, source.scores)
+        part = copy.tokens(3, 9).scores
+        assert part is not None and torch.equal(part, source.scores[3:9])
+
+
 def test_no_room_at_all(device: str) -> None:
     memory = PinnedMemory(0)
     source = chunk(5, 1, device)

@@ -24,7 +24,10 @@ class PinnedMemory:
         self._extents: dict[ChunkKey, Extent] = {}
 
     def copy(self, key: ChunkKey, kv: StoredKV) -> StoredKV:
-        """A copy of ``kv``, there when this returns; in memory of its own if no room is left."""
+        """A copy of ``kv``, there when this returns; in memory of its own if no room is left.
+
+        Its scores, in host memory already, are not copied.
+        """
         self.free(key)
         extent = self._arena.allocate(kv.num_bytes)
         if extent is None:
@@ -40,7 +43,7 @@ class PinnedMemory:
                 part.copy_(tensor, non_blocking=True)
         if k.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return StoredKV(BlockLayers(block))
+        return StoredKV(BlockLayers(block), kv.scores)
 
     def free(self, key: ChunkKey) -> None:
         """Gives a chunk's memory back, once nobody holds its KV; one that is not here is no error."""
