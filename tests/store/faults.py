@@ -69,18 +69,19 @@ def folder() -> Iterator[Path]:
 
 
 def kills(count: int) -> Counter[str]:
-    """Writers killed (SIGKILL) at any moment of their writing."""
+    """Writers killed (SIGKILL) at any moment of their writing: chunks, then the same with scores."""
     counts: Counter[str] = Counter()
-    records = [Record.of(*chunk(seed)) for seed in range(64)]
+    keys = [chunk(seed)[0] for seed in range(64)]
+    records = [[Record.of(key, make_kv(key, scored)) for scored in (False, True)] for key in keys]
     rng = random.Random(0)
 
     def write(path: Path, first: int, ready: Any) -> None:
         tier = DiskTier(path, BUDGET)
         ready.set()
         for number in range(first, first + 10**6):
-            record = records[number % len(records)]
-            tier.discard(record.key)
-            tier.write(record)
+            tier.discard(keys[number % len(keys)])
+            for record in records[number % len(keys)]:
+                tier.write(record)
 
     with folder() as path:
         for kill in range(count):
@@ -96,10 +97,11 @@ def kills(count: int) -> Counter[str]:
             with ChunkStore([DiskTier(path, BUDGET)], host_bytes=0) as store:
                 assert not list(path.rglob("*.tmp"))
                 for seed in rng.sample(range(64), 8):
-                    key, expected = chunk(seed)
+                    key = keys[seed]
                     kv = store.get(key)
-                    assert kv is None or same(kv, expected)
+                    assert kv is None or same(kv, make_kv(key, kv.scores is not None))
                     counts["absent" if kv is None else "whole"] += 1
+                    counts["with scores"] += kv is not None and kv.scores is not None
                 assert not [n for n in store.stats() if n.startswith("rejected.")], store.stats()
                 if kill % 100 == 99:
                     counts["files"] = len(list(path.rglob("*.safetensors")))
@@ -111,10 +113,10 @@ def flips(count: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     rng = random.Random(0)
     key = make_key(0, num_tokens=99)  # its layers are read past the page cache
-    expected = make_kv(key)
+    expected = make_kv(key), make_kv(key, scored=True)
     with folder() as path, ChunkStore([DiskTier(path, BUDGET, fsync=False)], host_bytes=0) as store:
-        for _ in range(count):
-            store.put(key, expected)
+        for number in range(count):
+            store.put(key, expected[number % 2])
             assert store.flush()
             (file,) = path.rglob("*.safetensors")
             data = bytearray(file.read_bytes())
@@ -133,10 +135,11 @@ def truncations(count: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     rng = random.Random(0)
     key = make_key(0, num_tokens=99)  # its layers are read past the page cache
-    expected, size = make_kv(key), Layout.of(key).num_bytes
+    expected, size = (make_kv(key), make_kv(key, scored=True)), Layout.of(key).num_bytes
+    assert size == Layout.of(key, scored=True).num_bytes
     with folder() as path, ChunkStore([DiskTier(path, BUDGET, fsync=False)], host_bytes=0) as store:
-        for _ in range(count):
-            store.put(key, expected)
+        for number in range(count):
+            store.put(key, expected[number % 2])
             assert store.flush()
             (file,) = path.rglob("*.safetensors")
             os.truncate(file, rng.choice([rng.randrange(size), size + rng.randrange(1, 9999)]))
