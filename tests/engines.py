@@ -202,7 +202,7 @@ def plan_for(
 
 def drifting(engine: Engine, plan: BlendPlan, computed_at: int) -> tuple[Drift, BlendPlan, BlendPlan]:
     """A made-up drift, ``plan`` to be corrected by it, and ``plan`` whose KV was corrected before."""
-    shape = engine.model.kv_shape
+    shape = engine.model.blending.kv_shape
     size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
     drift = Drift(0.2 * torch.randn(size, generator=torch.Generator().manual_seed(0)))
     asked, before = [], []

@@ -47,8 +47,8 @@ def test_collecting_sees_the_whole_prompt_despite_the_prefix_cache(llama: Engine
     kv = llama.collect(prompt)
     assert kv[0][0].shape == (
         400,
-        llama.model.kv_shape.num_kv_heads,
-        llama.model.kv_shape.head_size,
+        llama.model.blending.kv_shape.num_kv_heads,
+        llama.model.blending.kv_shape.head_size,
     )
     for layer, other in zip(kv, expected, strict=True):
         assert relative_error(layer[0], other[0]) < 1e-5
@@ -70,11 +70,20 @@ def test_status_of_each_layer(llama: Engine, monkeypatch: pytest.MonkeyPatch) ->
     from vllm_blend.core import Status
     from vllm_blend.models.frame import Frame
 
-    seen: list[int] = []
+    seen: dict[int, Status] = {}
     stock = Frame.status
-    monkeypatch.setattr(Frame, "status", lambda frame, i: seen.append(stock(frame, i)) or seen[-1])
+
+    def status(frame: Frame, layer: int) -> Status:
+        seen[layer] = stock(frame, layer)
+        return seen[layer]
+
+    monkeypatch.setattr(Frame, "status", status)
     prompt, plan = plan_for(llama, [llama.ids(60, 51)], [], llama.ids(5, 52), check_layers=(2,))
     seen.clear()
     run(llama, [prompt], [plan], max_tokens=4)
     full, check, after = Status.FULL_PREFILL, Status.CHECK, Status.AFTER_CHECK
-    assert seen == [full, full, check, after, after]  # the decode steps take vLLM's own path
+    assert list(seen.values()) == [full, full, check, after, after]
+    prompt, plan = plan_for(llama, [llama.ids(60, 51)], [], llama.ids(5, 52), policy="static")
+    seen.clear()
+    run(llama, [prompt], [plan], max_tokens=4)
+    assert list(seen.values()) == [after] * 5

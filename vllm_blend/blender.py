@@ -9,7 +9,7 @@ print(blender.generate(prompt).outputs[0].text)
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -18,6 +18,7 @@ from vllm_blend import drift, ranks
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
+from vllm_blend.select.static import movement
 from vllm_blend.settings import STAND_IN_SETTINGS, BlendSettings
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
     from vllm_blend.drift import Drift
     from vllm_blend.store import ChunkKey, ChunkStore
+
+
+SCORING_TOKENS = 512
+"""Of a text of our own that chunks are computed behind for their scores, where there is no stand-in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,8 @@ class Blender:
         separator: text behind each chunk; it becomes part of the chunk.
         store: where chunks are kept; whoever made it closes it.
         salt: of the tenant whose chunks these are: others do not find them in the store.
+        scored: compute each chunk behind something else once more, for the scores by which the policy
+            ``"static"`` chooses its tokens; None: if the settings have that policy.
 
     Raises:
         RuntimeError: if the model cannot blend; says why.
@@ -99,11 +106,12 @@ class Blender:
         separator: str = "\n\n",
         store: ChunkStore | None = None,
         salt: str = "",
+        scored: bool | None = None,
     ) -> None:
         self.llm = llm
         self.model = blend_model(llm)
         self.settings = settings or (STAND_IN_SETTINGS if len(stand_in) else BlendSettings())
-        self.settings.check_num_layers(self.model.kv_shape.num_layers)
+        self.settings.check_num_layers(self.model.blending.kv_shape.num_layers)
         self.tokenizer = llm.get_tokenizer()
         if chat is None:
             chat = bool(getattr(self.tokenizer, "chat_template", None))
@@ -130,10 +138,12 @@ class Blender:
 
             self._model_key = model_key(
                 llm.llm_engine.vllm_config,
-                self.model.kv_shape,
+                self.model.blending.kv_shape,
                 ranks.rank(),
                 storage=store.storage,
             )
+        self.scored = "static" in self.settings.policies if scored is None else scored
+        self._prefixes: dict[TokenIds, StoredKV] = {}
         self._head = self._collect_head()
 
     def chunk(self, text: str | Sequence[int], *, head: str | Sequence[int] | None = None) -> Chunk:
@@ -208,9 +218,7 @@ class Blender:
         unknown = [pair for pair in dict.fromkeys(wanted) if pair not in chunks]
         chunks |= {(c.context, c.token_ids): c for c in self._look_up(unknown)}
         missing = [pair for pair in unknown if pair not in chunks]
-        made = self.collect(
-            [key for _, key in missing], use_tqdm, contexts=[context for context, _ in missing]
-        )
+        made = self._compute(missing, use_tqdm)
         for (context, key), kv in zip(missing, made, strict=True):
             chunks[context, key] = Chunk(key, kv, context)
             if self.store is not None:
@@ -267,7 +275,7 @@ class Blender:
             contexts: for each, all token ids that it is computed behind; None: the blender's head.
         """
         contexts = [self.frame.head] * len(chunks) if contexts is None else contexts
-        plans = [CollectPlan(start=len(context)) for context in contexts]
+        plans = [CollectPlan(len(c), prefix=self._prefixes.get(c)) for c in contexts]
         prompts = [list(context + ids) for context, ids in zip(contexts, chunks, strict=True)]
         self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
@@ -298,8 +306,8 @@ class Blender:
         for (start, end), part in zip(spans, parts, strict=True):
             here = whole.tokens(start, end)
             fit.add(here.layers, part.layers, len(head) + start, len(head))
-        self.model.chunks.drift = fit.fit()
-        return self.model.chunks.drift
+        self.model.blending.chunks.drift = fit.fit()
+        return self.model.blending.chunks.drift
 
     def forget(self, chunk: Chunk) -> None:
         """Drops a chunk's KV from this object; the KV is freed with its last reference.
@@ -340,8 +348,10 @@ class Blender:
             spans.append(self._head)
         for chunk in chunks:
             if chunk.kv is not None:
-                place = len(token_ids)
-                spans.append(ChunkSpan(place, chunk.kv, chunk.token_ids, len(chunk.context)))
+                place, exact = len(token_ids), chunk.context == tuple(token_ids)
+                spans.append(
+                    ChunkSpan(place, chunk.kv, chunk.token_ids, len(chunk.context), exact=exact)
+                )
             token_ids += chunk.token_ids
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
@@ -408,12 +418,36 @@ class Blender:
             if there
         ]
 
+    def _compute(
+        self, chunks: Sequence[tuple[TokenIds, TokenIds]], use_tqdm: bool = False
+    ) -> list[StoredKV]:
+        """KV of chunks by what they are computed behind and their own token ids, scored if asked for."""
+        contexts, ids = [context for context, _ in chunks], [ids for _, ids in chunks]
+        if not self.scored:
+            return self.collect(ids, use_tqdm, contexts=contexts)
+        others = [self._other(context) for context in contexts]
+        for context in dict.fromkeys(others):
+            if context and context not in self._prefixes:
+                (self._prefixes[context],) = self.collect([context], contexts=[()])
+        both = self.collect(ids * 2, use_tqdm, contexts=contexts + others)
+        pairs = zip(both[: len(ids)], both[len(ids) :], strict=True)
+        return [replace(kv, scores=movement(kv, other)) for kv, other in pairs]
+
+    def _other(self, context: TokenIds) -> TokenIds:
+        """What a chunk is computed behind once more, to see how its KV moves: the head alone, if that is
+        not all it is computed behind anyway; else a text of our own too."""
+        if context != self.frame.head:
+            return self.frame.head
+        room = self.llm.model_config.max_model_len // 4
+        return context + text_ids(self.tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, room)]
+
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""
         if not self.frame.head:
             return None
         (kv,) = self.collect([self.frame.head], contexts=[()])
-        return ChunkSpan(0, kv, self.frame.head, 0)
+        self._prefixes[self.frame.head] = kv
+        return ChunkSpan(0, kv, self.frame.head, 0, exact=True)
 
     @staticmethod
     def _collect_params() -> SamplingParams:

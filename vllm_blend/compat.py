@@ -5,6 +5,13 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``GPUModelRunner._model_forward``   wrapped, so that a step knows which rows belong to which request.
     vLLM documents the method as overridable, but offers no way to name a runner class.
     Goes when the V1 runner has a per-model state hook, as the V2 runner does (``models/state.py``).
+``ModelRegistry.resolve_model_cls``   wrapped, so that any model is built as a subclass that can blend.
+    Registering each architecture anew would do it too, but vLLM then inspects each in a new process.
+    Goes when plugins may be handed the model that vLLM has built.
+``Worker.compile_or_warm_up_model``   wrapped, so that the model is probed before the first request.
+    Goes when plugins may run at the end of an engine's start.
+``compilation_config.static_forward_context``   read, for the model's attention layers.
+    Goes when vLLM names them elsewhere.
 ``InputProcessor.process_inputs``   wrapped, so that a plan is checked before its request is queued, and
     the request gets a cache salt before its blocks are hashed.
     Goes when vLLM has an admission hook for plugins.
@@ -32,9 +39,9 @@ import functools
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,7 +55,7 @@ from vllm_blend.core import (
     StepRequest,
 )
 from vllm_blend.door import flagged_plan
-from vllm_blend.plugin import ARCHITECTURES, why_not_patched
+from vllm_blend.plugin import why_not_patched
 from vllm_blend.server.admission import admit as admit_wish
 from vllm_blend.server.admission import check_can_blend, count_reports
 from vllm_blend.server.config import ServerSettings
@@ -57,12 +64,12 @@ from vllm_blend.server.mail import NEWS, News, Orders
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_blend.models.loop import BlendModel
+    from vllm_blend.models.blending import Blending
 
 logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
 
-_models: weakref.WeakValueDictionary[str, BlendModel] = weakref.WeakValueDictionary()
-"""Inner models of this process, by their engine's ``VllmConfig.instance_id``."""
+_models: weakref.WeakValueDictionary[str, Blending] = weakref.WeakValueDictionary()
+"""Of the models of this process, by their engine's ``VllmConfig.instance_id``."""
 
 
 # --- what an engine must be like -----------------------------------------------------------------
@@ -83,6 +90,9 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         and speculative.method not in ("ngram", "suffix"),
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "pooling models": model.runner_type == "pooling",
+        "multimodal models": model.is_multimodal_model,
+        "data parallelism with experts": parallel.data_parallel_size > 1
+        and parallel.is_moe_model is not False,
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "ada_rms_norm_t_cond": bool(getattr(config, "ada_rms_norm_t_cond", False)),
         "bidirectional attention (is_causal=False)": not getattr(config, "is_causal", True),
@@ -95,16 +105,35 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
     return f"blending does not support {', '.join(found)}; start the engine without it"
 
 
-def why_attention_unsupported(attns: Sequence[Any]) -> str | None:
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The layers of the model that was built last that keep something of each token, by name."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+
+
+def why_attention_unsupported(layers: Mapping[str, Any]) -> str | None:
     """Why these attention layers cannot blend, as a sentence, or None."""
-    if any(attn.kv_sharing_target_layer_name for attn in attns):
-        return "blending does not support layers that share the KV cache of another layer"
-    if len({(attn.num_kv_heads, attn.head_size, attn.head_size_v) for attn in attns}) > 1:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    if not layers:
+        return "blending needs attention over a paged cache; this model has none"
+    for name, layer in layers.items():
+        kind = type(layer).__name__
+        if type(layer) is not Attention:
+            return f"blending does not support {kind} (layer {name}): its cache is not K and V of tokens"
+        if layer.attn_type != AttentionType.DECODER:
+            return f"blending does not support attention of type {layer.attn_type} (layer {name})"
+        if layer.kv_sharing_target_layer_name:
+            return f"blending does not support layers that share another's KV cache (layer {name})"
+        if getattr(layer.impl, "alibi_slopes", None) is not None:
+            return f"blending does not support ALiBi (layer {name}); it needs rotary positions, or none"
+        if layer.head_size != layer.head_size_v:
+            return f"blending does not support different head sizes of K and V (layer {name})"
+    if len({(layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:
         return "blending does not support layers with different KV heads or head sizes"
-    if attns[0].head_size != attns[0].head_size_v:
-        return "blending does not support different head sizes of K and V"
-    if any(getattr(attn.impl, "alibi_slopes", None) is not None for attn in attns):
-        return "blending does not support ALiBi; it needs rotary positions"
     return None
 
 
@@ -123,7 +152,7 @@ def report_unsupported(vllm_config: VllmConfig, reason: str) -> None:
 # --- finding the model from an LLM ---------------------------------------------------------------
 
 
-def blend_model(llm: Any) -> BlendModel:
+def blend_model(llm: Any) -> Any:
     """The inner model of an in-process ``vllm.LLM``: the object that has ``cache_fuse_metadata``.
 
     The same as ``llm.llm_engine.model_executor.driver_worker.model_runner.model.model``.
@@ -144,12 +173,17 @@ def blend_model(llm: Any) -> BlendModel:
             'and make the LLM with distributed_executor_backend="external_launcher"'
         )
     outer = executor.driver_worker.model_runner.get_model()
-    model: Any = getattr(outer, "model", None)
-    if not hasattr(model, "cache_fuse_metadata"):
+    blending: Blending | None = getattr(outer, "blending", None)
+    if blending is None:
         raise RuntimeError(why_not_patched(type(outer).__name__))
-    if model.unsupported is not None:
-        raise RuntimeError(model.unsupported)
-    return cast("BlendModel", model)
+    if blending.unsupported is not None:
+        raise RuntimeError(blending.unsupported)
+    return blending.inner
+
+
+def has_model(vllm_config: VllmConfig) -> bool:
+    """Whether this engine's model has been built."""
+    return vllm_config.instance_id in _models
 
 
 # --- hooks ---------------------------------------------------------------------------------------
@@ -158,11 +192,13 @@ def blend_model(llm: Any) -> BlendModel:
 def install_front_hooks() -> None:
     """In every process: the admission of requests, marked chunks, what was reused, a backend's name."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
     _wrap(EngineArgs, "create_engine_config", _configure)
+    _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
     # not by register(), which warns of every replacement
@@ -170,16 +206,19 @@ def install_front_hooks() -> None:
     compat_cuda.register_xformers()
 
 
-def install_model_hooks(model: BlendModel, vllm_config: VllmConfig) -> None:
-    """In the model's process: the runner's forward, and the worker's outputs."""
+def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
+    """In the model's process: the runner's forward, the worker's outputs, the end of its start."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    _models[vllm_config.instance_id] = model
+    _models[vllm_config.instance_id] = blending
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
     for name in ("execute_model", "sample_tokens"):
         _wrap(Worker, name, _with_mail)
+    for worker in (Worker, CPUWorker):
+        _wrap(worker, "compile_or_warm_up_model", _probe)
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
 
 
@@ -196,18 +235,35 @@ def _wrap(owner: type, name: str, around: Any) -> None:
     setattr(owner, name, method)
 
 
+def _blendable(stock: Any, registry: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class that a model is built of, with a blend path."""
+    from vllm_blend.models.attach import blendable
+
+    model_class, architecture = stock(registry, *args, **kwargs)
+    return blendable(model_class), architecture
+
+
+def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Probes the model once the engine is about to serve."""
+    from vllm_blend.models.probe import probe
+
+    result = stock(worker, *args, **kwargs)
+    blending = _models.get(worker.vllm_config.instance_id)
+    if blending is not None and blending.unsupported is None:
+        blending.unsupported = probe(worker, blending)
+        if blending.unsupported is not None:
+            report_unsupported(worker.vllm_config, blending.unsupported)
+    return result
+
+
 def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives an engine that is to blend its scheduler, or refuses the start with the reason."""
     config = stock(engine_args, *args, **kwargs)
     if ServerSettings.of(config) is None:
         return config
-    architectures = config.model_config.architectures
     scheduler = config.scheduler_config
-    reason: str | None
-    if not set(architectures) & set(ARCHITECTURES):
-        reason = f"{', '.join(architectures)} cannot blend; supported: {', '.join(ARCHITECTURES)}"
-    elif scheduler.scheduler_cls is not None:
-        reason = f"blending brings its own scheduler; leave out scheduler_cls={scheduler.scheduler_cls}"
+    if scheduler.scheduler_cls is not None:
+        reason: str | None = f"blending brings its own scheduler; leave out scheduler_cls={scheduler.scheduler_cls}"
     else:
         reason = why_unsupported(config)
     if reason is not None:
@@ -224,26 +280,30 @@ def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     if params is None:
         return request
     plan = (params.extra_args or {}).get(EXTRA_ARG)
-    model = _models.get(processor.vllm_config.instance_id)
-    if model is not None and model.unsupported is None and plan is None:
+    blending = _models.get(processor.vllm_config.instance_id)
+    if blending is not None and blending.unsupported is None and plan is None:
         length = len(request.prompt_token_ids or ())
-        plan = flagged_plan(model.cache_fuse_metadata, model.old_kvs, length, model.kv_shape)
+        flags, old_kvs = blending.cache_fuse_metadata, blending.inner.old_kvs
+        plan = flagged_plan(flags, old_kvs, length, blending.kv_shape)
     if isinstance(plan, BlendPlan | CollectPlan):
-        _admit_plan(request, plan, model)
+        _admit_plan(request, plan, blending)
     else:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         admit_wish(processor.vllm_config, request, plan, prompt)
     return request
 
 
-def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, model: BlendModel | None) -> None:
+def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending | None) -> None:
     params = request.sampling_params
-    if model is None or model.unsupported is not None:
-        raise ValueError(model.unsupported if model else "this engine's model cannot blend")
+    if blending is None or blending.unsupported is not None:
+        raise ValueError(blending.unsupported if blending else "this engine's model cannot blend")
     check_can_blend(request)
-    plan.check(request.prompt_token_ids, model.kv_shape)
-    if isinstance(plan, BlendPlan) and plan.settings.drift and model.chunks.drift is None:
-        raise ValueError("drift is true, and it has not been measured; see Blender.measure_drift")
+    plan.check(request.prompt_token_ids, blending.kv_shape)
+    if isinstance(plan, BlendPlan):
+        if plan.settings.drift and blending.chunks.drift is None:
+            raise ValueError("drift is true, and it has not been measured; see Blender.measure_drift")
+        if blending.loop is None:
+            plan.settings.check_early(type(blending.inner).__name__)
     params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed
@@ -280,25 +340,25 @@ def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, *
 
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs one forward step, with the step's plan on the model if any request has one."""
-    model = _models.get(runner.vllm_config.instance_id)
-    if model is None or model.unsupported is not None:
+    blending = _models.get(runner.vllm_config.instance_id)
+    if blending is None or blending.unsupported is not None:
         return stock(runner, *args, **kwargs)
-    model.blend_step = _plan_step(runner, model)
+    blending.step = _plan_step(runner, blending)
     try:
         return stock(runner, *args, **kwargs)
     finally:
-        model.blend_step = None
+        blending.step = None  # it holds stored KV
 
 
 def _with_mail(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes the scheduler's orders before a step, and sends news with its output."""
-    model = _models.get(worker.vllm_config.instance_id)
-    if model is not None and args:
-        model.chunks.obey(Orders.of(args[0]))
+    blending = _models.get(worker.vllm_config.instance_id)
+    if blending is not None and args:
+        blending.chunks.obey(Orders.of(args[0]))
     output = stock(worker, *args, **kwargs)
-    if model is None or output is None:
+    if blending is None or output is None:
         return output
-    news = model.take_news()
+    news = blending.take_news()
     return output if news is None else add_news(output, news)
 
 
@@ -319,7 +379,7 @@ def add_news(output: Any, news: Callable[[], News]) -> Any:
     return output
 
 
-def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
+def _plan_step(runner: Any, blending: Blending) -> BlendStep | None:
     """The step's requests that are in prefill and have a plan; None where there are none."""
     batch = runner.input_batch
     num_reqs = batch.num_reqs
@@ -331,7 +391,7 @@ def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
         params = runner.requests[batch.req_ids[index]].sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(plan, KeyedPlan):
-            plan = params.extra_args[EXTRA_ARG] = model.chunks.resolve(
+            plan = params.extra_args[EXTRA_ARG] = blending.chunks.resolve(
                 plan, batch.req_ids[index], int(computed[index])
             )
         if plan is not None:
@@ -347,4 +407,5 @@ def _plan_step(runner: Any, model: BlendModel) -> BlendStep | None:
             )
     if not requests:
         return None
-    return BlendStep(requests, int(start[num_reqs]), runner.cache_config.cache_dtype)
+    starts = start[: num_reqs + 1].tolist()
+    return BlendStep(requests, starts, runner.cache_config.cache_dtype)

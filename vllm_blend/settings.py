@@ -9,15 +9,20 @@ from typing import Any
 
 MASKS = ("exact", "bottom_right")
 POLICIES = {
-    "hkvd": "highest deviation of V (the paper's)",
-    "hkvd_k": "highest deviation of K",
-    "hkvd_kv": "highest deviation of both",
-    "random": "at random, by `seed`",
+    "static": "K and V that move most between two contexts, by scores kept with the chunk",
+    "ahead": "highest attention from the question, in a pass of its own before the rows are chosen",
     "heads": "the first tokens of each chunk (LegoLink)",
+    "random": "at random, by `seed`",
+    "hkvd": "highest deviation of V at the check layer (the paper's)",
+    "hkvd_k": "highest deviation of K at the check layer",
+    "hkvd_kv": "highest deviation of both at the check layer",
     "query": "highest attention from the question at the check layer",
-    "ahead": "highest attention from the question in a pass ahead through all later layers",
 }
 """What ``BlendSettings.policy`` is made of; the classes are in ``select/policies.py``."""
+
+EARLY = frozenset({"static", "ahead", "heads", "random"})
+"""Policies that choose rows before layer 0: the model's own forward runs on those rows alone. The
+others look at a check layer, which only the layer loop of ``models/loop.py`` reaches."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,34 @@ class BlendSettings:
         if self.recomp_ratios is None:
             return self.recomp_ratio
         return self.recomp_ratios[self.check_layers.index(layer)]
+
+    @property
+    def last_ratio(self) -> float:
+        """The share of chunk tokens that is recomputed in the end."""
+        return self.recomp_ratio if self.recomp_ratios is None else self.recomp_ratios[-1]
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """The names that ``policy`` is made of."""
+        return frozenset(name for part in policy_parts(self.policy) for name in part)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the question is asked, in a pass of its own."""
+        return "ahead" in self.policies
+
+    @property
+    def early(self) -> bool:
+        """Whether rows are chosen before layer 0."""
+        return self.policies <= EARLY
+
+    def check_early(self, model: str) -> None:
+        """Raises ValueError if ``model``, which has no layer loop, would need one."""
+        if not self.early:
+            raise ValueError(
+                f"policy is {self.policy!r}, which looks at a check layer; {model} can choose rows "
+                f"before layer 0 only, so allowed: {', '.join(sorted(EARLY))}, and products of them"
+            )
 
     def check_num_layers(self, num_layers: int) -> None:
         """Raises ValueError if a check layer is not a layer of the model."""

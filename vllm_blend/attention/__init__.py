@@ -1,9 +1,9 @@
 """Blend attention, one file a vLLM attention backend.
 
-Each file subclasses the stock ``AttentionImpl`` of its backend. The layer loop needs three things of
-it: ``metadata(...)``, which describes the kept rows to the backend once a selection; ``fuse(...)``,
-which writes a layer's stored KV to the paged cache; and a ``forward`` that does so before it attends.
-Where no layer is called (a CUDA graph replays it), the loop calls ``fuse`` itself.
+Each file subclasses the stock ``AttentionImpl`` of its backend, and adds three things: ``metadata``,
+which describes the rows that are computed; ``fuse``, which writes a layer's stored KV to the paged
+cache; and a ``forward`` that calls ``join`` (``base.py``) before it attends, which keeps collected KV
+and fuses stored KV. They run where vLLM calls its attention op, compiled graphs or not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the layer loop asks of an attention backend."""
+"""What a step that blends asks of an attention backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from vllm_blend.core import BlendStep, Status
 from vllm_blend.layers import LayerKV
-from vllm_blend.models.clock import NO_CLOCK, StageClock
+from vllm_blend.models.rotation import Rotation
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
@@ -33,17 +33,16 @@ class StoredSegments:
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """What a layer's attention needs beyond the stock metadata; ``old_kv`` is that layer's.
+    """A layer's stored KV, and where it goes in the paged cache.
 
     Attributes:
         status: CHECK or AFTER_CHECK.
         old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; or the
             same as segments; or None: they are in the paged cache already.
-        positions: new position of each stored token, ``[num_chunk_rows]``.
+        positions: new position of each stored token, ``[num_chunk_rows]``; not read with segments.
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
         cache_fuse_metadata: the user's settings and this step's results.
-        clock: measures the stage "fuse".
     """
 
     status: Status
@@ -51,36 +50,112 @@ class Fusion:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache_fuse_metadata: Any
-    clock: StageClock = NO_CLOCK
 
 
-class BlendAttention(Protocol):
-    """A stock ``AttentionImpl``, subclassed."""
+class ActiveRows(Protocol):
+    """The rows that a step computes, as attention metadata carry them (``models/frame.py``)."""
 
-    rotary_emb: torch.nn.Module
-    """The model's own rotary module of this layer."""
-
-    fuses_segments: bool
-    """Whether stored KV may come as ``StoredSegments``."""
-
-    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
-        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+    def before_attention(
+        self, impl: BlendAttention, layer: Any, query: torch.Tensor, key: torch.Tensor
+    ) -> None:
+        """Fuses the layer's stored KV into its paged cache, and lets the question be heard."""
         ...
 
+
+class StepWatcher(Protocol):
+    """What an engine's attention layers tell of a step (``models/blending.py``)."""
+
+    step: Any
+
+    def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keeps K and V of the requests that are collected in this step."""
+        ...
+
+
+@dataclass(eq=False)
+class LayerBlend:
+    """What a layer's attention needs to blend, from the engine's start on.
+
+    Attributes:
+        index: of the layer, from 0.
+        rotation: how its K depends on its position.
+        watcher: the engine's.
+    """
+
+    index: int
+    rotation: Rotation
+    watcher: StepWatcher
+
+
+class BlendAttention:
+    """Mixin for a stock ``AttentionImpl``, whose ``forward`` calls ``join`` before it attends."""
+
+    blend: LayerBlend | None = None
+    """Set where the engine can blend."""
+
+    fuses_segments: bool = False
+    """Whether stored KV may come as ``StoredSegments``."""
+
+    def join(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any
+    ) -> ActiveRows | None:
+        """A layer's part in the step that runs: keeps KV that is collected, fuses what is stored.
+
+        Args:
+            layer: vLLM's ``Attention``.
+            query: ``[num_rows, num_heads, head_size]``.
+            key, value: ``[num_rows, num_kv_heads, head_size]``, K rotated.
+            metadata: of the layer; None where vLLM measures memory.
+
+        Returns:
+            The rows that are computed, where they are not all of the step's.
+        """
+        if self.blend is None or self.blend.watcher.step is None or metadata is None:
+            return None
+        self.blend.watcher.collect(self.blend, key, value)
+        active: ActiveRows | None = getattr(metadata, "active", None)
+        if active is not None:
+            active.before_attention(self, layer, query, key)
+        return active
+
+    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
+        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes.
+
+        Returns:
+            The rotated K, where it is at hand.
+        """
+        raise NotImplementedError
+
     @staticmethod
-    def metadata(attn: Any, stock: Any, step: BlendStep, rows: torch.Tensor) -> Any:
-        """Metadata with which this backend attends from ``rows`` alone.
+    def metadata(attn: Any, stock: Any, places: RowPlaces) -> Any:
+        """Metadata with which this backend attends from some rows alone.
 
         Args:
             attn: vLLM's ``Attention`` layer.
             stock: its stock metadata of this step, for all rows.
-            step: the step's requests.
-            rows: kept rows of the step, ascending, ``[num_rows]``.
+            places: which rows those are.
 
         Returns:
-            A copy of the stock metadata's type with a field ``fusion``.
+            A copy of the stock metadata's type with a field ``active``, None.
         """
-        ...
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlaces:
+    """Rows of a step, and where they stand.
+
+    Attributes:
+        step: the step's requests.
+        rows: kept rows of the step, ascending, ``[num_rows]`` int64.
+        positions: of the rows in their prompts, ``[num_rows]`` int64.
+        query_start_loc: first kept row of each request, then ``num_rows``, ``[num_reqs + 1]`` int32.
+    """
+
+    step: BlendStep
+    rows: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
 
 
 def consecutive_runs(rows: torch.Tensor, breaks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,22 +15,25 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_blend.attention.base import Fusion, consecutive_runs
+from vllm_blend.attention.base import (
+    ActiveRows,
+    BlendAttention,
+    Fusion,
+    RowPlaces,
+    consecutive_runs,
+)
 from vllm_blend.core import BlendPlan, BlendStep
 
 
 @dataclass
 class CPUBlendMetadata(CPUAttentionMetadata):
-    """Stock metadata whose requests are runs of kept rows, and the layer's fusion."""
+    """Stock metadata whose requests are runs of kept rows."""
 
-    fusion: Fusion | None = None
+    active: ActiveRows | None = None
 
 
-class CPUBlendImpl(CPUAttentionBackendImpl):
+class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it changes class in place
     """CPU attention that fuses stored KV into the paged cache before it attends."""
-
-    rotary_emb: torch.nn.Module
-    fuses_segments = False
 
     def forward(
         self,
@@ -43,26 +46,27 @@ class CPUBlendImpl(CPUAttentionBackendImpl):
         *rest: Any,
         **more: Any,
     ) -> torch.Tensor:
-        fusion = getattr(attn_metadata, "fusion", None)
-        if fusion is not None:
-            with fusion.clock.stage("fuse"):
-                self.fuse(layer, kv_cache, fusion)
+        self.join(layer, query, key, value, attn_metadata)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
 
-    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
-        """Writes stored K, rotated to its place, and V to the slots that no fresh row takes."""
+    def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
         if fusion.old_kv is None:
-            return
+            return None
         assert isinstance(fusion.old_kv, tuple)  # segments are for GPUs
         k, v = fusion.old_kv
-        # a copy: the stock op rotates in place, and stored KV must not change
-        rotated, _ = self.rotary_emb(fusion.positions, k.flatten(1).clone())
-        self.do_kv_cache_update(layer, rotated.view_as(k), v, kv_cache, fusion.slot_mapping)
+        rotation = self.blend.rotation
+        if not rotation.is_none:
+            # a copy: the stock op rotates in place, and stored KV must not change
+            flat = k.flatten(1).clone()
+            table, style = rotation.table, rotation.is_neox_style
+            ops.rotary_embedding(fusion.positions, flat, None, self.head_size, table, style)
+            k = flat.view_as(k)
+        self.do_kv_cache_update(layer, k, v, kv_cache, fusion.slot_mapping)
+        return k
 
     @staticmethod
-    def metadata(
-        attn: Any, stock: CPUAttentionMetadata, step: BlendStep, rows: torch.Tensor
-    ) -> CPUBlendMetadata:
+    def metadata(attn: Any, stock: CPUAttentionMetadata, places: RowPlaces) -> CPUBlendMetadata:
+        step, rows = places.step, places.rows
         breaks = stock.query_start_loc[:-1].long()
         first, length = virtual_requests(step, rows, breaks)
         last = rows[first + length - 1]

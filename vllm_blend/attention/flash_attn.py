@@ -2,8 +2,9 @@
 
 With FlashAttention 3 most of the work stays in its kernel: each tile of kept rows is a request of its
 own that sees, without a mask, the keys up to the tile's first position; ``sparse_attention_rest`` adds
-the few keys between that and each row's own position. Where FlashAttention 3 is not there, or a
-sliding window makes the mask two-sided, ``sparse_attention`` does it all.
+the few keys between that and each row's own position, and the sinks. ``sparse_attention`` does it all
+where FlashAttention 3 is not there, and with a sliding window, of which each row of a tile has another
+left edge.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from vllm_blend.attention.base import Fusion
-from vllm_blend.attention.paged import PagedFuse, kept_rows
+from vllm_blend.attention.base import ActiveRows, RowPlaces
+from vllm_blend.attention.paged import PagedFuse, last_keys
 from vllm_blend.compat_cuda import flash_attention_3
-from vllm_blend.core import BlendStep
 from vllm_blend.ops import sparse_attention_kernel as sparse
 
 
 @dataclass
 class FlashAttentionBlendMetadata(FlashAttentionMetadata):
-    """Stock metadata for the kept rows, their positions, and the layer's fusion.
+    """Stock metadata for the kept rows, and their positions.
 
     Attributes:
         positions: last key that each kept row sees, ``[num_actual_tokens]``.
@@ -33,7 +33,7 @@ class FlashAttentionBlendMetadata(FlashAttentionMetadata):
 
     positions: torch.Tensor | None = None
     tiles: sparse.VirtualRequests | None = None
-    fusion: Fusion | None = None
+    active: ActiveRows | None = None
 
 
 class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it changes class in place
@@ -51,8 +51,8 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        fusion = getattr(attn_metadata, "fusion", None)
-        if fusion is None:
+        self.join(layer, query, key, value, attn_metadata)
+        if not isinstance(attn_metadata, FlashAttentionBlendMetadata):
             return super().forward(
                 layer,
                 query,
@@ -64,9 +64,6 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
                 output_scale,
                 output_block_scale,
             )
-        assert isinstance(attn_metadata, FlashAttentionBlendMetadata)
-        with fusion.clock.stage("fuse"):
-            self.fuse(layer, kv_cache, fusion)
         self.attend(query, kv_cache, attn_metadata, output)
         return output
 
@@ -84,32 +81,55 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
             query, output = query[:num_rows], output[:num_rows]
         key_cache, value_cache = self.caches(kv_cache)
         place = (metadata.positions, metadata.query_start_loc, metadata.block_table)
-        tiles = metadata.tiles
+        tiles, softcap, sinks = metadata.tiles, self.logits_soft_cap, self.sinks
         if tiles is None:
             window = self.sliding_window[0] + 1  # (-1, -1) is none
             shape = sparse.choose_tiles(query, self.num_kv_heads)
             caches = (key_cache, value_cache)
-            sparse.launch(query, *caches, *place, output, self.scale, window, shape)
+            sparse.launch(
+                query,
+                *caches,
+                *place,
+                output,
+                self.scale,
+                window,
+                shape,
+                softcap=softcap,
+                sinks=sinks,
+            )
             return
         max_seq_len = metadata.block_table.shape[1] * key_cache.shape[1]  # a bound is enough
-        lse = flash_attention_3(query, key_cache, value_cache, output, tiles, max_seq_len, self.scale)
-        shape = sparse.rest_tiles()
-        sparse.launch(query, key_cache, value_cache, *place, output, self.scale, 0, shape, lse)
+        lse = flash_attention_3(
+            query, key_cache, value_cache, output, tiles, max_seq_len, self.scale, softcap
+        )
+        sparse.launch(
+            query,
+            key_cache,
+            value_cache,
+            *place,
+            output,
+            self.scale,
+            0,
+            sparse.rest_tiles(),
+            lse,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
     @staticmethod
     def metadata(
-        attn: Any, stock: FlashAttentionMetadata, step: BlendStep, rows: torch.Tensor
+        attn: Any, stock: FlashAttentionMetadata, places: RowPlaces
     ) -> FlashAttentionBlendMetadata:
         impl = attn.impl
-        positions, query_start_loc = kept_rows(stock, step, rows)
+        positions = last_keys(stock, places)
         values = {f.name: getattr(stock, f.name) for f in fields(FlashAttentionMetadata)}
         values |= dict(
-            num_actual_tokens=rows.numel(),
-            slot_mapping=stock.slot_mapping[rows],
+            num_actual_tokens=places.rows.numel(),
+            slot_mapping=None,  # the forward context's serves
             scheduler_metadata=None,  # made for all rows
         )
         metadata = FlashAttentionBlendMetadata(**values)
-        return impl.at(metadata, positions, query_start_loc, stock.block_table)
+        return impl.at(metadata, positions, places.query_start_loc, stock.block_table)
 
     def at(
         self,

@@ -41,8 +41,8 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_blend.attention.base import Fusion
-from vllm_blend.attention.paged import PagedFuse, kept_rows
+from vllm_blend.attention.base import ActiveRows, RowPlaces
+from vllm_blend.attention.paged import PagedFuse, last_keys
 from vllm_blend.attention.xformers_parts import (
     MAX_KEYS,
     SHORT,
@@ -54,7 +54,7 @@ from vllm_blend.attention.xformers_parts import (
     split,
     split_kept,
 )
-from vllm_blend.core import BlendPlan, BlendStep
+from vllm_blend.core import BlendPlan
 from vllm_blend.ops import sparse_attention as sparse
 
 
@@ -158,7 +158,7 @@ class XFormersMetadata:
         spans: how the rows are split.
         positions: last key that each kept row sees, ``[num_actual_tokens]``; None: rows are the last
             tokens of their requests.
-        fusion: the layer's, in a step that blends.
+        active: the rows that are computed, in a step that blends.
     """
 
     num_actual_tokens: int
@@ -169,7 +169,7 @@ class XFormersMetadata:
     starts: list[int]
     spans: list[Span]
     positions: torch.Tensor | None = None
-    fusion: Fusion | None = None
+    active: ActiveRows | None = None
     _parts: dict[int, list[PagedPart | MaskedPart]] = field(default_factory=dict)
 
     def parts(self, window: int, block_size: int) -> list[PagedPart | MaskedPart]:
@@ -284,9 +284,7 @@ class XFormersImpl(PagedFuse, AttentionImpl[XFormersMetadata]):
             if not kv_cache.numel():  # vLLM measures memory: let it see what may be gathered
                 key.new_empty(self.max_keys, self.num_kv_heads, 2 * self.head_size)
             return output.fill_(0)
-        if attn_metadata.fusion is not None:
-            with attn_metadata.fusion.clock.stage("fuse"):
-                self.fuse(layer, kv_cache, attn_metadata.fusion)
+        self.join(layer, query, key, value, attn_metadata)
         key_cache, value_cache = self.caches(kv_cache)
         for part in attn_metadata.parts(self.window, key_cache.shape[1]):
             if isinstance(part, PagedPart):
@@ -349,10 +347,9 @@ class XFormersImpl(PagedFuse, AttentionImpl[XFormersMetadata]):
         )
 
     @staticmethod
-    def metadata(
-        attn: Any, stock: XFormersMetadata, step: BlendStep, rows: torch.Tensor
-    ) -> XFormersMetadata:
-        positions, query_start_loc = kept_rows(stock, step, rows)
+    def metadata(attn: Any, stock: XFormersMetadata, places: RowPlaces) -> XFormersMetadata:
+        step, rows, query_start_loc = places.step, places.rows, places.query_start_loc
+        positions = last_keys(stock, places)
         bottom_right = {
             stock.starts.index(request.row): request.position + request.num_rows
             for request in step.requests

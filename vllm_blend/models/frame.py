@@ -1,4 +1,8 @@
-"""The rows a layer computes, and the forward context in which a stock layer computes just those."""
+"""The rows that a step computes, and the forward context in which vLLM's layers compute just those.
+
+Rows are known before layer 0, or become known at a check layer (``models/loop.py``); either way the
+stock layers run on them, and find in vLLM's forward context what depends on where a row stands.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,40 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_blend.attention.base import Fusion, StoredSegments
+from vllm_blend.attention.base import BlendAttention, Fusion, RowPlaces, StoredSegments
 from vllm_blend.core import BlendStep, Status, StepRequest, behind_one_another
 from vllm_blend.drift import Drift
 from vllm_blend.layers import LayerKV
-from vllm_blend.models.clock import NO_CLOCK, StageClock
+from vllm_blend.models.clock import StageClock
 from vllm_blend.models.load import StoredLayers, began
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables
 
 
+class Listener(Protocol):
+    """Hears the queries of a layer, once stored K is where the queries find it."""
+
+    def hear(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
+    ) -> None: ...
+
+
 class Frame:
-    """The rows of a step that are still computed; it shrinks at check layers.
+    """The rows of a step that are computed.
 
     Attributes:
-        rows: rows of the step, ascending, ``[num_kept]``.
-        positions: their prompt positions, ``[num_kept]``; before the first choice vLLM's own tensor,
-            padding included.
+        kept: of each request whose rows are chosen, those of its ``chunk_rows`` that are computed, as
+            indices; on the host where the host has chosen them.
+        fused: requests whose stored KV is in the cache already.
+        received: what the chunk rows of a request that was asked get of its question's attention,
+            ``[num_chunk_rows]`` float32.
+        listener: hears the queries of every layer.
         clock: measures the step's stages.
     """
 
@@ -40,36 +55,78 @@ class Frame:
         context: ForwardContext,
         num_layers: int,
         drift: Drift | None,
+        cache_fuse_metadata: Any = None,
+        clock: StageClock | None = None,
     ) -> None:
         self.step = step
-        self.clock = StageClock(step, positions.device)
-        self.rows = torch.arange(step.num_rows, device=positions.device)
-        self.positions = positions
-        self.kept: dict[StepRequest, torch.Tensor] = {}  # indices into its chunk_rows
-        self.fused: set[StepRequest] = set()  # their stored KV is in the cache, in all layers to come
+        self.clock = StageClock(step, positions.device) if clock is None else clock
+        self.kept: dict[StepRequest, torch.Tensor] = {}
+        self.fused: set[StepRequest] = set()
+        self.received: dict[StepRequest, torch.Tensor] = {}
+        self.listener: Listener | None = None
+        self._rows: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._query_start_loc: torch.Tensor | None = None
         self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
         self._drift = drift
-        self._kept_context = self.kept_context()
+        self._cache_fuse_metadata = cache_fuse_metadata
         self._began = began(positions.device)
-        self._places: dict[int, tuple[torch.Tensor, ...]] = {}  # by id of slot_mapping
+        self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
         self._segment_tables: SegmentTables | None = None
         self._tables_made = False
-        self._described: dict[int, Any] = {}  # by id of the stock metadata
+        self._described: dict[tuple[int, Any], Any] = {}  # by id of the stock metadata, and window
+        self._to_fuse: list[StepRequest] | None = None
+        self._fused_rows: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._all_positions.device
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows of the step, ascending, ``[num_kept]``."""
+        if self._rows is None:
+            self._rows = torch.arange(self.step.num_rows, device=self.device)
+        return self._rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.step.num_rows if self._rows is None else self._rows.numel()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Prompt positions of the rows, ``[num_kept]``; before the first choice vLLM's own tensor,
+        padding included."""
+        return self._all_positions if self._positions is None else self._positions
+
+    @property
+    def early(self) -> bool:
+        """Whether all rows were chosen before layer 0."""
+        return all(request.settings.early for request in self.step.blended)
 
     @cached_property
     def stored(self) -> StoredLayers:
-        """The step's stored KV; made once layer 0 is launched, so that the GPU does not wait for it."""
-        requests = self.step.blended
-        first_layer = min((r.settings.check_layers[0] for r in requests), default=self._num_layers)
-        return self._stored(requests, first_layer, self.clock)
+        """The step's stored KV."""
+        requests = [request for request in self.step.blended if request not in self.fused]
+        late = [r.settings.check_layers[0] for r in requests if not r.settings.early]
+        first = 0 if len(late) < len(requests) else min(late, default=self._num_layers)
+        return StoredLayers(
+            requests, self.device, self._num_layers, first, self.clock, self._began, self._drift
+        )
 
     def status(self, layer: int) -> Status:
         """What ``layer`` does: CHECK where rows are chosen, AFTER_CHECK once some were."""
-        if any(layer in r.settings.check_layers for r in self.step.blended):
+        blended = [r.settings for r in self.step.blended if not r.settings.early]
+        if any(layer in settings.check_layers for settings in blended):
             return Status.CHECK
         return Status.AFTER_CHECK if self.kept else Status.FULL_PREFILL
+
+    def first_row(self, request: StepRequest) -> int:
+        """Which of the rows is the first one of ``request``."""
+        before = (other for other in self.kept if other.row < request.row)
+        return request.row - sum(r.num_chunk_rows - self.kept[r].numel() for r in before)
 
     def candidates(self, request: StepRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """The request's chunk tokens that are still computed.
@@ -79,56 +136,33 @@ class Frame:
         """
         kept = self.kept.get(request)
         if kept is None:
-            kept = torch.arange(request.chunk_rows.numel(), device=self.rows.device)
+            kept = torch.arange(request.chunk_rows.numel(), device=self.device)
+        kept = kept.to(self.device)
         return torch.searchsorted(self.rows, request.chunk_rows[kept]), kept
 
     def shrink(self, kept: dict[StepRequest, torch.Tensor]) -> torch.Tensor:
         """Drops the chunk rows not in ``kept``; returns the indices of the rows that stay."""
+        before, first = self._rows, self._rows is None
         self.kept |= kept
-        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=self.rows.device)
-        count = self.step.num_rows
-        for request, index in self.kept.items():
-            # not `mask[rows] = False`: on a GPU that waits for the device, to copy the scalar there
-            mask.index_fill_(0, request.chunk_rows, False)
-            mask.index_fill_(0, request.chunk_rows[index], True)
-            count -= request.chunk_rows.numel() - index.numel()
-        rows = torch.nonzero_static(mask, size=count).flatten()
-        take = torch.searchsorted(self.rows, rows)
-        self.rows, self.positions = rows, self._all_positions[rows]
-        self._places.clear()
-        self._described.clear()
-        self._segment_tables, self._tables_made = None, False  # there may be more to fuse now
-        return take
+        if all(index.device.type == "cpu" for index in self.kept.values()):
+            rows = self._kept_rows(torch.device("cpu"))
+            self._take(rows)
+            return self.rows if first else torch.searchsorted(before, self.rows)
+        self._take(self._kept_rows(self.device))
+        return self.rows if first else torch.searchsorted(before, self.rows)
 
-    def narrow(self, at: torch.Tensor) -> torch.Tensor:
-        """Drops the rows at ``at`` whose KV is in the cache already; returns the indices that stay."""
-        stays = torch.ones_like(self.rows, dtype=torch.bool)
-        stays.index_fill_(0, at, False)
-        take = torch.nonzero_static(stays, size=self.rows.numel() - at.numel()).flatten()
-        self.rows, self.positions = self.rows[take], self.positions[take]
-        self._described.clear()
-        for key, (positions, chunk_slots, kept_slots, slots) in self._places.items():
-            # stored KV still spares `at`
-            self._places[key] = positions, chunk_slots, kept_slots[take], slots
-        return take
-
-    def alone(self, request: StepRequest, at: torch.Tensor, first_layer: int) -> Frame:
-        """A frame of its own for some rows of one request, in which none of its chunk tokens is kept.
-
-        Args:
-            request: a blended request.
-            at: the frame's rows to compute; no chunk token among them, ``[num_rows]``.
-            first_layer: the first whose stored KV will be asked for.
-        """
-        other = copy(self)
-        other.rows, other.positions = self.rows[at], self.positions[at]
-        other.kept, other.fused = {request: request.chunk_rows.new_empty(0)}, set()
-        other.clock = NO_CLOCK  # whoever asked for it measures
-        other.stored = self._stored([request], first_layer, NO_CLOCK)
-        other._kept_context = self.kept_context()
-        other._places, other._described = {}, {}
-        other._segment_tables, other._tables_made = None, False
-        return other
+    def own_rows_of(self, requests: Iterable[StepRequest]) -> None:
+        """Leaves only the rows of ``requests`` that no stored KV stands for."""
+        requests = list(requests)
+        self.kept = {request: torch.empty(0, dtype=torch.int64) for request in requests}
+        self.fused = {request for request in self.step.blended if request not in requests}
+        rows = []
+        for request in requests:
+            own = torch.ones(request.num_rows, dtype=torch.bool)
+            for _, start, end in request.windows:
+                own[start - request.position : end - request.position] = False
+            rows.append(own.nonzero().flatten() + request.row)
+        self._take(torch.cat(rows))
 
     def results(self) -> dict[str, Any]:
         """What the paper's ``cache_fuse_metadata`` tells of a choice of rows (``door.py``)."""
@@ -143,84 +177,132 @@ class Frame:
             "kv_cache_dtype": self.step.kv_cache_dtype,
         }
 
-    def fusion(self, layer: int, attn: Any, status: Status, cache_fuse_metadata: Any) -> Fusion:
-        """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
-        positions, slot_mapping, _, slots = self._place(attn)
-        old_kv: LayerKV | StoredSegments | None = None
-        if requests := self._to_fuse():
-            self.stored.read(layer)
-            if attn.impl.fuses_segments and (tables := self._tables()) is not None:
-                old_kv = StoredSegments(tables, layer, slots)
-            else:
-                old_kv = behind_one_another([self.stored.old_kv(r, layer) for r in requests])
-        return Fusion(status, old_kv, positions, slot_mapping, cache_fuse_metadata, self.clock)
+    # --- what attention asks for -------------------------------------------------------------------
 
-    def fuse(self, attn: Any, fusion: Fusion) -> None:
-        """Fuses before a layer that is not called: a graph replays it, or it has no rows to compute."""
+    def before_attention(
+        self, impl: BlendAttention, layer: Any, query: torch.Tensor, key: torch.Tensor
+    ) -> None:
+        """Fuses the layer's stored KV, and lets the question be heard."""
+        stored_k = self.fuse(impl, layer)
+        if self.listener is not None:
+            self.listener.hear(impl, layer, query, key, stored_k)
+
+    def fuse(self, impl: Any, layer: Any) -> torch.Tensor | None:
+        """Writes the layer's stored KV to its paged cache; returns rotated K where it is at hand."""
+        if not self.to_fuse:
+            return None
+        index = impl.blend.index
+        fusion = self.fusion(index, layer, self.status(index))
         with self.clock.stage("fuse"):
-            attn.impl.fuse(attn, attn.kv_cache, fusion)
+            stored_k: torch.Tensor | None = impl.fuse(layer, layer.kv_cache, fusion)
+        self.stored.done(index)
+        return stored_k
 
-    @contextmanager
-    def context(self, attn: Any, fusion: Fusion | None) -> Iterator[None]:
-        """The forward context for one layer; without ``fusion`` vLLM's own, for all rows."""
-        if fusion is None:
-            yield
-            return
-        name = attn.layer_name
-        metadata = copy(self.describe(attn))
-        metadata.fusion = fusion
-        self._kept_context.attn_metadata[name] = metadata
-        self._kept_context.slot_mapping[name] = self.kept_slots(attn)
-        with override_forward_context(self._kept_context):
-            yield
-        del self._kept_context.attn_metadata[name]  # it holds the layer's stored KV
+    def fusion(self, layer: int, attn: Any, status: Status) -> Fusion:
+        """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
+        requests = self.to_fuse
+        self.stored.read(layer)
+        _, slots = self._places(attn)
+        old_kv: LayerKV | StoredSegments
+        if attn.impl.fuses_segments and (tables := self._tables()) is not None:
+            old_kv, positions = StoredSegments(tables, layer, slots), self._all_positions
+        else:
+            old_kv = behind_one_another([self.stored.old_kv(r, layer) for r in requests])
+            slots, positions = slots[self._chunk_rows], self._all_positions[self._chunk_rows]
+        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata)
 
-    @contextmanager
-    def writing(self, attn: Any, at: torch.Tensor) -> Iterator[None]:
-        """The forward context in which attention writes K and V of the rows ``at``, and no more."""
-        name = attn.layer_name
-        slot_mapping = self._context.slot_mapping[name][self.rows[at]]
-        context = replace(self._context, attn_metadata={name: None}, slot_mapping={name: slot_mapping})
-        with override_forward_context(context):
-            yield
+    @property
+    def to_fuse(self) -> list[StepRequest]:
+        """The blended requests whose stored KV goes to the cache layer by layer."""
+        if self._to_fuse is None:
+            self._to_fuse = [request for request in self.kept if request not in self.fused]
+        return self._to_fuse
 
-    def share_tables(self, attns: Iterable[Any]) -> bool:
-        """Whether these layers have slots and blocks in common."""
-        names = [attn.layer_name for attn in attns]
-        tables = (self._context.slot_mapping, self._context.attn_metadata)
-        return all(len({id(table[name]) for name in names}) == 1 for table in tables)
+    def describe(self, attn: Any) -> Any:
+        """The backend's metadata for the rows; shared by layers that share the stock one."""
+        stock = self._context.attn_metadata[attn.layer_name]
+        key = id(stock), getattr(attn, "sliding_window", None)
+        if key not in self._described:
+            metadata = attn.impl.metadata(attn, stock, self._row_places())
+            metadata.active = self
+            self._described[key] = metadata
+        return self._described[key]
 
     def kept_slots(self, attn: Any) -> torch.Tensor:
         """Slots of the kept rows, ``[num_kept]``."""
-        return self._place(attn)[2]
+        return self._places(attn)[0]
 
-    def kept_context(self) -> ForwardContext:
-        """A forward context without rows: vLLM's own but for what describes them."""
-        return replace(self._context, attn_metadata={}, slot_mapping={})
+    # --- forward contexts --------------------------------------------------------------------------
 
-    def describe(self, attn: Any) -> Any:
-        """The backend's metadata for the kept rows; shared by layers that share the stock one."""
-        stock = self._context.attn_metadata[attn.layer_name]
-        if id(stock) not in self._described:
-            self._described[id(stock)] = attn.impl.metadata(attn, stock, self.step, self.rows)
-        return self._described[id(stock)]
-
-    def _stored(self, requests: list[StepRequest], first_layer: int, clock: StageClock) -> StoredLayers:
-        device = self.rows.device
-        return StoredLayers(
-            requests, device, self._num_layers, first_layer, clock, self._began, self._drift
+    def context(self, attns: Iterable[Any], **changes: Any) -> ForwardContext:
+        """vLLM's forward context, but for what describes rows."""
+        attns = list(attns)
+        return replace(
+            self._context,
+            attn_metadata={attn.layer_name: self.describe(attn) for attn in attns},
+            slot_mapping={attn.layer_name: self.kept_slots(attn) for attn in attns},
+            moe_layer_index=0,
+            **changes,
         )
+
+    @contextmanager
+    def on_rows(self, attn: Any) -> Iterator[None]:
+        """While it lasts, a layer computes the rows; all of them before the first choice."""
+        if self._rows is None:
+            yield
+            return
+        with override_forward_context(self.context([attn])):
+            yield
+
+    # --- how -----------------------------------------------------------------------------------------
+
+    def _kept_rows(self, device: torch.device) -> torch.Tensor:
+        """The step's rows without the chunk rows that are not kept, on ``device``."""
+        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=device)
+        count = self.step.num_rows
+        for request, index in self.kept.items():
+            count -= request.num_chunk_rows - index.numel()
+            shift = request.row - request.position
+            for _, start, end in request.windows:
+                mask[start + shift : end + shift] = False
+            # not `mask[rows] = True`: on a GPU that waits for the device, to copy the scalar there
+            mask.index_fill_(0, request.chunk_rows_on(device)[index.to(device)], True)
+        return torch.nonzero_static(mask, size=count).flatten()
+
+    def _take(self, rows: torch.Tensor) -> None:
+        """Makes ``rows``, ascending, on the host or the device, the frame's."""
+        starts = torch.as_tensor(self.step.starts)
+        if rows.device != self.device:  # chosen by the host: one copy for all that it knows
+            both = torch.cat([rows, torch.searchsorted(rows, starts)]).pin_memory()
+            rows, query_start_loc = both.to(self.device, non_blocking=True).split(
+                [rows.numel(), starts.numel()]
+            )
+            self._query_start_loc = query_start_loc.to(torch.int32)
+        else:
+            self._query_start_loc = None
+        self._rows, self._positions = rows, self._all_positions[rows]
+        self._slots.clear()
+        self._described.clear()
+        self._segment_tables, self._tables_made = None, False  # there may be more to fuse now
+        self._to_fuse, self._fused_rows = None, None
+
+    def _row_places(self) -> RowPlaces:
+        if self._query_start_loc is None:
+            starts = torch.tensor(self.step.starts, pin_memory=self.device.type == "cuda")
+            starts = starts.to(self.device, non_blocking=True)
+            self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
+        return RowPlaces(self.step, self.rows, self.positions, self._query_start_loc)
 
     def _tables(self) -> SegmentTables | None:
         """Where the stored KV lies that is not in the cache yet; None if it is not read as segments."""
         if self._tables_made:
             return self._segment_tables
         self._tables_made = True
-        if segments := self.stored.segments(self._to_fuse()):
+        if segments := self.stored.segments(self.to_fuse):
             from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
 
             self._segment_tables = SegmentTables(
-                len(segments), self.step.num_rows, self._num_layers, self.rows.device
+                len(segments), self.step.num_rows, self._num_layers, self.device
             )
             self._segment_tables.fill(
                 [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
@@ -228,26 +310,22 @@ class Frame:
             )
         return self._segment_tables
 
-    def _to_fuse(self) -> list[StepRequest]:
-        """The blended requests whose stored KV goes to the cache layer by layer."""
-        return [request for request in self.kept if request not in self.fused]
+    @property
+    def _chunk_rows(self) -> torch.Tensor:
+        """Rows of the step whose stored KV is fused."""
+        if self._fused_rows is None:
+            self._fused_rows = torch.cat([request.chunk_rows for request in self.to_fuse])
+        return self._fused_rows
 
-    def _place(self, attn: Any) -> tuple[torch.Tensor, ...]:
+    def _places(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Where KV goes in this layer; shared by layers that share the slot mapping.
 
         Returns:
-            Positions of the rows that stored KV stands for, their slots (-1 where a kept row's fresh
-            KV goes), the slots of the kept rows, and the second for all rows of the step.
+            The slots of the kept rows; and those of all rows of the step, -1 where a kept row's fresh
+            KV goes.
         """
         slot_mapping = self._context.slot_mapping[attn.layer_name]
-        if id(slot_mapping) not in self._places:
-            chunk_rows = torch.cat([self.rows[:0], *(r.chunk_rows for r in self._to_fuse())])
-            slots = slot_mapping.clone()
-            slots.index_fill_(0, self.rows, -1)
-            self._places[id(slot_mapping)] = (
-                self._all_positions[chunk_rows],
-                slots[chunk_rows],
-                slot_mapping[self.rows],
-                slots,
-            )
-        return self._places[id(slot_mapping)]
+        if id(slot_mapping) not in self._slots:
+            slots = slot_mapping.index_fill(0, self.rows, -1)
+            self._slots[id(slot_mapping)] = slot_mapping[self.rows], slots
+        return self._slots[id(slot_mapping)]

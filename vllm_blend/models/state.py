@@ -2,50 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+import torch
 
 from vllm_blend.core import EXTRA_ARG, BlendPlan, BlendStep, CollectPlan, StepRequest
 
+if TYPE_CHECKING:
+    from vllm_blend.models.attach import BlendModel
+    from vllm_blend.models.blending import Blending
 
-class BlendModelState(DefaultModelState):
-    """Remembers each request's plan, and tells the model which rows of a step have one.
+
+class BlendModelState:
+    """Mixin for the states of vLLM's V2 runner: remembers each request's plan, and tells the model which
+    rows of a step have one.
 
     Attributes:
         plans: by request id; requests without a plan are not in it.
         step_req_ids: ids of the step's requests, in the order of its rows.
     """
 
+    model: Any
+    device: torch.device
+    vllm_config: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plans: dict[str, BlendPlan | CollectPlan] = {}
         self.step_req_ids: list[str] = []
 
+    @property
+    def blending(self) -> Blending:
+        found: Blending = self.model.blending
+        return found
+
     def add_request(self, req_index: int, new_req_data: Any) -> None:
-        super().add_request(req_index, new_req_data)
+        stock: Any = super()
+        stock.add_request(req_index, new_req_data)
         params = new_req_data.sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
-        if plan is not None and self.model.model.unsupported is None:
-            plan = self.model.model.chunks.resolve(
+        if plan is not None and self.blending.unsupported is None:
+            plan = self.blending.chunks.resolve(
                 plan, new_req_data.req_id, new_req_data.num_computed_tokens
             )
             if plan is not None:
                 self.plans[new_req_data.req_id] = plan
 
     def remove_request(self, req_id: str) -> None:
-        super().remove_request(req_id)
+        stock: Any = super()
+        stock.remove_request(req_id)
         self.plans.pop(req_id, None)
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        stock: Any = super()
         self.step_req_ids = input_batch.req_ids
-        self.model.model.blend_step = self.plan_step(input_batch, req_states)
-        inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
+        self.blending.step = self.plan_step(input_batch, req_states)
+        inputs: dict[str, Any] = stock.prepare_inputs(input_batch, req_states)
         return inputs
 
     def postprocess_state(self, *args: Any, **kwargs: Any) -> None:
-        super().postprocess_state(*args, **kwargs)
-        self.model.model.blend_step = None  # it holds stored KV
+        stock: Any = super()
+        stock.postprocess_state(*args, **kwargs)
+        self.blending.step = None  # it holds stored KV
 
     def plan_step(self, input_batch: Any, req_states: Any) -> BlendStep | None:
         """The step's requests that are in prefill and have a plan; None where there are none."""
@@ -71,21 +90,26 @@ class BlendModelState(DefaultModelState):
             )
         if not requests:
             return None
-        cache_dtype = self.vllm_config.cache_config.cache_dtype
-        return BlendStep(requests, input_batch.num_tokens, cache_dtype)
+        starts = start[: len(input_batch.req_ids) + 1].tolist()
+        return BlendStep(requests, starts, self.vllm_config.cache_config.cache_dtype)
 
 
-class HasBlendState:
-    """Mixin for the outer models: names their state to the V2 runner."""
+def state_class(model: BlendModel) -> type[Any]:
+    """The state class that vLLM would choose for ``model``, with the plans where it can blend."""
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
-    model: Any
+    from vllm_blend.models.attach import BlendModel
 
-    def get_model_state_cls(self) -> type[Any]:
-        from vllm.v1.attention.backend import AttentionType
+    stock: Any = super(BlendModel, model)
+    if hasattr(stock, "get_model_state_cls"):
+        found = stock.get_model_state_cls()
+    else:
+        bare = torch.nn.Module()  # the model, without the method that asks this
+        bare.model = model
+        found = resolve_model_state_cls(model.blending.vllm_config, bare)
+    return found if model.blending.unsupported is not None else _with_plans(found)
 
-        attn_types = {layer.self_attn.attn.attn_type for layer in self.model.layers}
-        if attn_types == {AttentionType.ENCODER_ONLY}:  # cannot blend; as vLLM would choose
-            from vllm.v1.worker.gpu.model_states.encoder_only import EncoderOnlyModelState
 
-            return EncoderOnlyModelState
-        return BlendModelState
+@lru_cache(maxsize=None)
+def _with_plans(stock: type[Any]) -> type[Any]:
+    return type(f"Blend{stock.__name__}", (BlendModelState, stock), {})

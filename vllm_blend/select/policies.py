@@ -8,7 +8,7 @@ mixture gives part of the rows to one policy and the rest to another. Names are 
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,20 +16,28 @@ from vllm_blend.select.rows import top_rows
 from vllm_blend.settings import BlendSettings, policy_parts
 
 if TYPE_CHECKING:
+    from vllm_blend.select.early import EarlyView
     from vllm_blend.select.view import View
 
 
 class Policy:
     """Scores in, rows out."""
 
-    def scores(self, view: View) -> torch.Tensor:
+    def scores(self, view: Any) -> torch.Tensor:
         """``[num_candidates]`` float32; the highest are kept. A method reads from ``view`` what it
         needs, and must not make the host wait for the device."""
         raise NotImplementedError
 
-    def rows(self, view: View, count: int) -> torch.Tensor:
+    def rows(self, view: Any, count: int) -> torch.Tensor:
         """Indices of the ``count`` candidates to keep, ascending, ``[count]`` int64."""
         return top_rows(self.scores(view), count)
+
+
+class Static(Policy):
+    """Scores kept with the chunks: how far K and V of a token move between two contexts."""
+
+    def scores(self, view: View | EarlyView) -> torch.Tensor:
+        return view.static
 
 
 class HKVD(Policy):
@@ -59,14 +67,14 @@ class Random(Policy):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def scores(self, view: View) -> torch.Tensor:
+    def scores(self, view: View | EarlyView) -> torch.Tensor:
         return only_stale(view, hashed(view.positions, self.seed))
 
 
 class ChunkHeads(Policy):
     """The first tokens of each chunk, as many of each (LegoLink of EPIC, arXiv 2410.15332)."""
 
-    def scores(self, view: View) -> torch.Tensor:
+    def scores(self, view: View | EarlyView) -> torch.Tensor:
         return only_stale(view, -view.place_in_chunk.float())
 
 
@@ -79,11 +87,11 @@ class QuestionHere(Policy):
 
 
 class QuestionAhead(Policy):
-    """Tokens that the question attends to most over all later layers (after ProphetKV)."""
+    """Tokens that the question attends to most over all layers (after ProphetKV)."""
 
-    def scores(self, view: View) -> torch.Tensor:
+    def scores(self, view: View | EarlyView) -> torch.Tensor:
         attention = view.attention_ahead
-        return view.v_deviation if attention is None else only_stale(view, attention)
+        return view.fallback if attention is None else only_stale(view, attention)
 
 
 class Product(Policy):
@@ -92,7 +100,7 @@ class Product(Policy):
     def __init__(self, one: Policy, two: Policy) -> None:
         self.one, self.two = one, two
 
-    def scores(self, view: View) -> torch.Tensor:
+    def scores(self, view: Any) -> torch.Tensor:
         one, two = self.one.scores(view), self.two.scores(view)
         return one.clamp(min=0) * two.clamp(min=0)
 
@@ -103,7 +111,7 @@ class Mixture(Policy):
     def __init__(self, first: Policy, rest: Policy, first_share: float) -> None:
         self.first, self.rest, self.first_share = first, rest, first_share
 
-    def rows(self, view: View, count: int) -> torch.Tensor:
+    def rows(self, view: Any, count: int) -> torch.Tensor:
         chosen = self.first.rows(view, int(self.first_share * count))
         scores = self.rest.scores(view).index_fill(0, chosen, float("inf"))
         return top_rows(scores, count)
@@ -112,6 +120,7 @@ class Mixture(Policy):
 def make_policy(settings: BlendSettings) -> Policy:
     """The policy that ``settings`` name."""
     policies: dict[str, Policy] = {
+        "static": Static(),
         "hkvd": HKVD(),
         "hkvd_k": HKVDByK(),
         "hkvd_kv": HKVDByBoth(),
@@ -136,7 +145,7 @@ def share(scores: torch.Tensor) -> torch.Tensor:
     return scores / scores.mean().clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def only_stale(view: View, scores: torch.Tensor) -> torch.Tensor:
+def only_stale(view: View | EarlyView, scores: torch.Tensor) -> torch.Tensor:
     """Puts tokens whose stored KV is right already behind all others."""
     return scores.masked_fill(~view.stale, -torch.inf)
 

@@ -1,27 +1,154 @@
 """Attention from the question's tokens to the chunks' tokens.
 
-``attention_here`` is one layer's, from fresh Q and K. ``attention_ahead`` sends the tokens that no
-chunk holds through the later layers over the chunks' stored KV, and sums the question's attention: a
-pass that costs about what a blend at ratio 0 costs. That the question tells which tokens to recompute
-is the point of ProphetKV and FusionRAG; here it is computed by vLLM's own layers, over the paged
-cache. Sliding windows are not looked at: a token that has left the window may be scored.
+``Questions`` sums it over all layers, in a pass of the model's own forward over the tokens that no
+chunk holds, with the chunks' stored KV in the paged cache: that costs what a blend at ratio 0 costs.
+That the question tells which tokens to recompute is the point of ProphetKV and FusionRAG.
+``attention_here`` is one layer's, from fresh Q and K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from vllm_blend.core import Status
+from vllm_blend.core import StepRequest
 from vllm_blend.ranks import summed
-from vllm_blend.select.asked import Asked
 
 if TYPE_CHECKING:
+    from vllm_blend.models.frame import Frame
     from vllm_blend.select.view import View
+
+MAX_ASKED = 32
+"""Question tokens that are asked, its last ones; bounds the memory of a long question."""
+
+
+def num_asked(request: StepRequest) -> int:
+    """How many of the window's last tokens are the question's, ``MAX_ASKED`` at most.
+
+    0 if this window of a chunked prefill does not hold the question.
+    """
+    start = max(request.plan.spans[-1].end, request.position, request.end - MAX_ASKED)
+    return max(0, request.end - start)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request's question in a pass over its own rows.
+
+    Attributes:
+        first: which of the pass's rows is the request's first; ``count``: how many it has.
+        index: of the request in the step.
+        rows: the question's last ones, ``[MAX_ASKED]`` int64; padded with the last.
+        last_keys: last key that each sees, ``[MAX_ASKED]`` int64; -1: it only pads.
+        total: what positions of the prompt receive, ``[num_positions]`` float32; on a CPU what the
+            window's chunk rows do, then its own.
+    """
+
+    request: StepRequest
+    first: int
+    count: int
+    index: int
+    rows: torch.Tensor
+    last_keys: torch.Tensor
+    total: torch.Tensor
+
+
+class Questions:
+    """Hears what each layer's queries give to the keys (``models/frame.py``, ``Listener``).
+
+    Args:
+        frame: the rows of the pass: of ``requests`` those that no chunk holds.
+        requests: in the step's order.
+    """
+
+    def __init__(self, frame: Frame, requests: Sequence[StepRequest]) -> None:
+        self._frame = frame
+        self._asked: list[Asked] = []
+        first = 0
+        for request in requests:
+            count = request.num_rows - request.num_chunk_rows
+            asked, end = num_asked(request), first + count
+            rows = torch.arange(end - asked, end - asked + MAX_ASKED).clamp_(max=end - 1)
+            last_keys = torch.full((MAX_ASKED,), -1)
+            last_keys[:asked] = torch.arange(request.end - asked, request.end)
+            self._asked.append(
+                Asked(
+                    request,
+                    first,
+                    count,
+                    bisect_right(frame.step.starts, request.row) - 1,
+                    _to(rows, frame.device),
+                    _to(last_keys, frame.device),
+                    torch.zeros(request.end, device=frame.device),
+                )
+            )
+            first = end
+
+    def hear(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
+    ) -> None:
+        query = query.view(len(query), -1, impl.head_size)
+        softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
+        window = layer.sliding_window or 0
+        if hasattr(impl, "caches"):
+            from vllm_blend.ops.received_attention import received_attention  # needs Triton
+
+            key_cache, _ = impl.caches(layer.kv_cache)
+            block_table = self._frame.describe(layer).block_table
+            for asked in self._asked:
+                received_attention(
+                    query.index_select(0, asked.rows),
+                    key_cache,
+                    block_table[asked.index],
+                    asked.last_keys,
+                    asked.total,
+                    scale=impl.scale,
+                    sliding_window=window,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
+            return
+        start = 0
+        for asked in self._asked:
+            request, own = asked.request, slice(asked.first, asked.first + asked.count)
+            stored = stored_k[start : start + request.num_chunk_rows]
+            start += request.num_chunk_rows
+            real = asked.last_keys >= 0
+            positions = self._frame.positions[own]
+            chunk = request.chunk_rows - request.row + request.position
+            k = torch.cat([stored, key[own].view(len(positions), *stored.shape[1:])])
+            at = torch.cat([chunk, positions])
+            got = attention_received(
+                query[asked.rows[real]],
+                k,
+                asked.last_keys[real],
+                at,
+                impl.scale,
+                window,
+                softcap,
+                sinks,
+            )
+            asked.total.index_add_(0, at, got)
+
+    def received(self) -> dict[StepRequest, torch.Tensor]:
+        """What the chunk rows of each request got, over all layers and ranks, ``[num_chunk_rows]``."""
+        found = {}
+        for asked in self._asked:
+            request = asked.request
+            rows = request.chunk_rows - request.row + request.position
+            found[request] = summed(asked.total[rows])
+        return found
+
+
+def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class Projection(NamedTuple):
@@ -73,27 +200,43 @@ def normed_heads(self_attn: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     return x if norm is None else norm(x.contiguous())
 
 
-def attention_sum(q: torch.Tensor, k: torch.Tensor, own_k: torch.Tensor, scale: float) -> torch.Tensor:
-    """What each chunk token gets of the question's attention, summed over heads and question tokens.
+def attention_received(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    last_keys: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each key gets of the queries' attention, summed over queries and heads.
 
     Args:
-        q: of the question, rotated, ``[num_asked, num_heads, head_size]``.
-        k: of the chunk tokens, rotated, ``[num_tokens, num_kv_heads, head_size]``.
-        own_k: of the other tokens, of which the question's are the last, rotated,
-            ``[num_own_rows, num_kv_heads, head_size]``; masked causally.
+        q: rotated, ``[num_asked, num_heads, head_size]``.
+        k: rotated, ``[num_keys, num_kv_heads, head_size]``, in any order.
+        last_keys: position of the last key that each query sees, ``[num_asked]``.
+        positions: of the keys, ``[num_keys]``.
         scale: of the logits.
+        window: a query sees this many keys, its own included; 0: all.
+        softcap: bound of the logits; 0: none.
+        sinks: a logit of each head that takes its share, ``[num_heads]``.
 
     Returns:
-        ``[num_tokens]`` float32.
+        ``[num_keys]`` float32.
     """
-    rows, kv_heads = q.shape[0], k.shape[1]
-    grouped = q.view(rows, kv_heads, -1, q.shape[-1])
-    keys = torch.cat([k, own_k])
-    logits = torch.einsum("qhgd,khd->hgqk", grouped, keys).float() * scale
-    own_rows = own_k.shape[0]
-    later = torch.ones(rows, own_rows, dtype=torch.bool, device=q.device).triu(own_rows - rows + 1)
-    logits[..., k.shape[0] :].masked_fill_(later, float("-inf"))
-    return logits.softmax(-1)[..., : k.shape[0]].sum(dim=(0, 1, 2))
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    logits = torch.einsum("qhgd,khd->hgqk", grouped, k).float() * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    hidden = positions > last_keys[:, None]
+    if window:
+        hidden |= positions <= last_keys[:, None] - window
+    logits.masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(*logits.shape[:2], 1, 1).expand(-1, -1, logits.shape[2], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    return logits.softmax(-1)[..., : len(positions)].sum(dim=(0, 1, 2))
 
 
 def attention_here(view: View) -> torch.Tensor | None:
@@ -104,67 +247,9 @@ def attention_here(view: View) -> torch.Tensor | None:
     own = project(layer, view.hidden[at], view.residual[at])
     self_attn = layer.self_attn
     q = normed_heads(self_attn, "q", own.q[-view.num_asked :])
-    k = torch.cat([view.fresh_k, normed_heads(self_attn, "k", own.k)]).flatten(1)
+    k = torch.cat([view.fresh_k, normed_heads(self_attn, "k", own.k)])
     both = torch.cat([view.positions, view.frame.positions[at]])
-    # the op rotates in place; Q alone stands in for K, which it may go without
-    k = self_attn.rotary_emb(both, k)[0].view(both.numel(), -1, own.k.shape[-1])
-    q = self_attn.rotary_emb(both[-view.num_asked :], q.flatten(1).clone())[0].view_as(q)
-    count = view.at.numel()
-    return summed(attention_sum(q, k[:count], k[count:], self_attn.attn.impl.scale))
-
-
-def attention_ahead(view: View) -> torch.Tensor | None:
-    """The question's attention to the candidates, summed over the check layer and all later ones.
-
-    The request's own rows go through the stock layers, which fuses the stored KV of all of them; the
-    blend then need not fuse it again. The KV of those rows it overwrites.
-    """
-    if not view.num_asked:
-        return None
-    frame = view.frame.alone(view.request, view.own_at, view.index)
-    hidden, residual = view.hidden[view.own_at], view.residual[view.own_at]
-    attns = [layer.self_attn.attn for layer in view.layers[view.index :]]
-    asked = Asked.on_paged_cache(frame, attns, view.num_asked)
-    replay = None
-    if asked is not None and view.graphs is not None:
-        replay = view.graphs.prepare(frame, view.index, hidden, residual, asked)
-    request = view.request
-    total = torch.zeros(request.chunk_rows.numel(), device=hidden.device)
-    for index, attn in enumerate(attns, view.index):
-        layer = view.layers[index]
-        fusion = frame.fusion(index, attn, Status.AFTER_CHECK, None)
-        if replay is not None and index in replay.layers:
-            frame.fuse(attn, fusion)
-            hidden, residual = replay.run(index)
-        elif asked is not None:
-            with frame.context(attn, fusion), asked.listening(attn):
-                hidden, residual = layer(frame.positions, hidden, residual)
-        else:
-            k = frame.stored.old_kv(request, index)[0]
-            k = layer.self_attn.rotary_emb(fusion.positions, k.flatten(1).clone())[0].view_as(k)
-            with frame.context(attn, fusion), watching(attn, view.num_asked, k, total):
-                hidden, residual = layer(frame.positions, hidden, residual)
-        frame.stored.done(index)
-    view.frame.fused.add(request)
-    if asked is not None:
-        if replay is not None and replay.received is not None:
-            asked.received.add_(replay.received)
-        total = asked.received[request.chunk_rows - request.row + request.position]
-    return summed(total[view.chunk_index])
-
-
-@contextmanager
-def watching(attn: Any, num_asked: int, k: torch.Tensor, total: torch.Tensor) -> Iterator[None]:
-    """While it lasts, ``attn`` adds to ``total`` what its last queries give to the keys ``k``."""
-
-    def before(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        q, own_k = args[0], args[1]
-        size = (q.shape[0], -1, k.shape[-1])
-        asked = q.view(size)[-num_asked:]
-        total.add_(attention_sum(asked, k, own_k.view(size), attn.impl.scale))
-
-    hook = attn.register_forward_pre_hook(before)
-    try:
-        yield
-    finally:
-        hook.remove()
+    rotation, asked = self_attn.attn.impl.blend.rotation, both[-view.num_asked :]
+    k, q = rotation.rotate(k, both), rotation.rotate(q, asked)
+    got = attention_received(q, k, asked, both, self_attn.attn.impl.scale)
+    return summed(got[: view.at.numel()])

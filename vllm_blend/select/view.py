@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend.core import BlendPlan, StepRequest
+from vllm_blend.core import StepRequest
 from vllm_blend.ranks import summed
 from vllm_blend.select import question
-from vllm_blend.select.asked import MAX_ASKED
+from vllm_blend.select.early import static_scores
 from vllm_blend.select.rows import deviation
 
 if TYPE_CHECKING:
     from vllm_blend.models.frame import Frame
-    from vllm_blend.models.graph import AfterCheckGraphs
 
 STALE = 1e-4
 """Stored V nearer to fresh V than this share of its squared norm is as good as fresh (1% of the norm;
@@ -35,7 +34,6 @@ class View:
         layers: the model's decoder layers.
         index: the check layer.
         hidden, residual: its inputs, ``[num_rows, hidden_size]``; not changed.
-        graphs: CUDA graphs of the layers, for a pass ahead.
     """
 
     def __init__(
@@ -46,9 +44,8 @@ class View:
         index: int,
         hidden: torch.Tensor,
         residual: torch.Tensor,
-        graphs: AfterCheckGraphs | None = None,
     ) -> None:
-        self.frame, self.request, self.graphs = frame, request, graphs
+        self.frame, self.request = frame, request
         self.layers, self.index = layers, index
         self.hidden, self.residual = hidden, residual
         self.at, self.chunk_index = frame.candidates(request)
@@ -124,17 +121,10 @@ class View:
         rows = torch.nonzero_static(own, size=count).flatten() + request.row
         return torch.searchsorted(self.frame.rows, rows)
 
-    @cached_property
+    @property
     def num_asked(self) -> int:
-        """How many of those, the last ones, are the question's last tokens.
-
-        0 if this window of a chunked prefill does not hold the question.
-        """
-        request = self.request
-        end = request.position + request.num_rows
-        assert isinstance(request.plan, BlendPlan)
-        start = max(request.plan.spans[-1].end, request.position, end - MAX_ASKED)
-        return max(0, end - start)
+        """How many of those, the last ones, are the question's last tokens."""
+        return question.num_asked(self.request)
 
     @cached_property
     def attention_here(self) -> torch.Tensor | None:
@@ -143,5 +133,16 @@ class View:
 
     @cached_property
     def attention_ahead(self) -> torch.Tensor | None:
-        """The same summed over this and all later layers, in a pass ahead."""
-        return question.attention_ahead(self)
+        """The same summed over all layers, from the pass before this step's forward."""
+        received = self.frame.received.get(self.request)
+        return None if received is None else received[self.chunk_index]
+
+    @cached_property
+    def static(self) -> torch.Tensor:
+        """Scores kept with the chunks, ``[num_candidates]`` float32."""
+        return static_scores(self.request.windows).to(self.request.device)[self.chunk_index]
+
+    @property
+    def fallback(self) -> torch.Tensor:
+        """Scores where the question cannot be asked: ``v_deviation``."""
+        return self.v_deviation

@@ -1,0 +1,122 @@
+"""Every family that vLLM runs through its attention ops can blend, and the probe says which cannot.
+
+A family is a row of ``helpers/families.py``. The identities here know none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine, collect, make_engine, relative_error, run
+from helpers.families import FAMILIES, family_folder
+from test_plugin import needs_compiler
+
+from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, StoredKV
+from vllm_blend.settings import BlendSettings
+
+MAIN = (
+    *("llama", "llama3_rope", "yarn", "mistral_window", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "gemma2", "gemma3", "gpt_oss", "phi3", "phi", "olmo2", "granite", "granite_moe"),
+    *("glm4", "cohere", "cohere2", "stablelm", "starcoder2", "smollm3", "exaone4", "seed_oss"),
+)
+CAN = [name for name, row in FAMILIES.items() if not row.refused]
+CANNOT = [name for name, row in FAMILIES.items() if row.refused]
+NUM_TOKENS, START, END = 230, 3, 221
+
+
+def marked(names: Any) -> list[Any]:
+    """Those beside ``MAIN`` are slow in sum."""
+    return [n if n in MAIN else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.fixture(scope="module", params=marked(CAN))
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    row = FAMILIES[request.param]
+    with make_engine(family_folder(request.param), **row.engine) as engine:
+        engine.nope = row.nope  # type: ignore[attr-defined]
+        yield engine
+
+
+def exact_kv(engine: Engine, prompt: list[int]) -> StoredKV:
+    plan = CollectPlan()
+    run(engine, [prompt], [plan], max_tokens=1)
+    return StoredKV(tuple(plan.kv))
+
+
+def check_identities(engine: Engine) -> None:
+    """Exact KV at any rows is full prefill; wrong KV is far off."""
+    prompt = engine.ids(NUM_TOKENS, seed=1)
+    tokens, logits = engine.run(prompt)
+    kv = exact_kv(engine, prompt)
+    assert relative_error(*map(torch.stack, zip(*kv.layers[0], strict=True))) > 0.1  # K is not V
+    for policy, ratio in (("random", 0.0), ("random", 0.05), ("static", 0.16), ("ahead*static", 0.5)):
+        settings = BlendSettings(policy=policy, recomp_ratio=ratio)
+        plan = BlendPlan((ChunkSpan(START, kv.tokens(START, END)),), settings)
+        with engine.watched() as seen:
+            (blended,) = run(engine, [prompt], [plan], max_tokens=16)
+        kept = int(ratio * (END - START)) + NUM_TOKENS - (END - START)
+        assert len(engine.flags["imp_indices"]) == kept
+        assert blended == tokens
+        assert relative_error(torch.cat(seen), logits) < 1e-5
+    wrong = StoredKV(tuple((k.roll(7, 0), v.roll(7, 0)) for k, v in kv.layers))
+    plan = BlendPlan((ChunkSpan(START, wrong.tokens(START, END)),), BlendSettings(policy="random"))
+    with engine.watched() as seen:
+        run(engine, [prompt], [plan], max_tokens=1)
+    assert relative_error(torch.cat(seen), logits[:1]) > 0.05
+
+
+def test_exact_kv_at_any_rows_is_full_prefill(engine: Engine) -> None:
+    check_identities(engine)
+
+
+def test_layer_0_key_of_a_chunk_computed_alone_rotates_to_its_place(engine: Engine) -> None:
+    ids, place = engine.ids(60, seed=2), 120
+    prompt = engine.ids(place, seed=3) + ids
+    whole = CollectPlan(as_written=True)
+    run(engine, [prompt], [whole], max_tokens=1)
+    (alone,) = collect(engine, [ids])
+    (k, v), (k_there, v_there) = alone.layers[0], whole.kv[0]
+    rotation = engine.model.blending.attns[0].impl.blend.rotation
+    assert relative_error(rotation.rotate(k, torch.arange(place, place + 60)), k_there[place:]) < 1e-5
+    assert relative_error(v, v_there[place:]) < 1e-5
+    if not rotation.is_none:
+        assert relative_error(rotation.rotate(k, torch.arange(60)), k_there[place:]) > 1e-2
+
+
+def test_which_layers_have_rope(engine: Engine) -> None:
+    layers = engine.model.blending.attns
+    found = [index for index, attn in enumerate(layers) if attn.impl.blend.rotation.is_none]
+    assert found == list(engine.nope)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "mixtral"])
+@needs_compiler
+def test_compiled(family: str) -> None:
+    with make_engine(family_folder(family), enforce_eager=False) as engine:
+        check_identities(engine)
+
+
+REFUSALS = ("opt", "bloom", "deepseek_v2", "mamba", "jamba", "hunyuan")
+
+
+@pytest.mark.parametrize(
+    "family", [n if n in REFUSALS else pytest.param(n, marks=pytest.mark.slow) for n in CANNOT]
+)
+def test_what_cannot_blend_is_refused_with_the_reason(family: str) -> None:
+    row = FAMILIES[family]
+    with pytest.raises(RuntimeError) as error, make_engine(family_folder(family), **row.engine):
+        pass
+    assert re.search(row.refused, str(error.value)), error.value
+
+
+def test_policies_that_look_at_a_check_layer_need_the_loop() -> None:
+    with make_engine(family_folder("gemma3")) as engine:
+        prompt = engine.ids(40, seed=4)
+        kv = exact_kv(engine, prompt)
+        plan = BlendPlan((ChunkSpan(3, kv.tokens(3, 30)),), BlendSettings(policy="hkvd"))
+        with pytest.raises(ValueError, match="policy is 'hkvd', which looks at a check layer; Gemma3Model"):
+            run(engine, [prompt], [plan])

@@ -1,0 +1,194 @@
+"""An engine that blends: what it knows of its model, and how a step that blends or collects runs.
+
+The runner's hook sets ``step`` before it calls the model (``compat.py``, ``models/state.py``). Where
+all rows are chosen before layer 0, the model's own forward runs on them (``models/rows.py``); policies
+that look at a check layer take the layer loop (``models/loop.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from vllm_blend.attention.base import LayerBlend
+from vllm_blend.core import BlendStep, CollectPlan, KVShape
+from vllm_blend.door import CacheFuseMetadata
+from vllm_blend.models import rows
+from vllm_blend.models.chunks import ChunkKV
+from vllm_blend.models.clock import NO_CLOCK, StageClock
+from vllm_blend.models.collect import collect
+from vllm_blend.models.frame import Frame
+from vllm_blend.models.load import InFlight
+from vllm_blend.select.question import Questions, num_asked
+from vllm_blend.server.mail import News
+
+if TYPE_CHECKING:
+    from vllm_blend.models.loop import LayerLoop
+
+
+class Blending:
+    """An engine's blending.
+
+    Attributes:
+        vllm_config: the engine's.
+        model: vLLM's model, which holds ``inner``.
+        inner: vLLM's inner model, where the paper's flags are (``models/attach.py``).
+        attns: vLLM's ``Attention`` of each layer.
+        owners: the module that holds each of them (``self_attn``), or None.
+        kv_shape: what stored KV must look like here.
+        unsupported: why this engine cannot blend, or None.
+        step: of the forward that runs, if it blends or collects, else None.
+        chunks: a server's chunks.
+        loop: the layer loop, where this model has one.
+        clocks: of the steps since they were last asked for.
+        in_flight: stored KV that the GPU may still be reading.
+        shift: added to the positions of every row; only a probe does that.
+        watch: gets the hidden states of every step; likewise.
+    """
+
+    vllm_config: Any
+    model: Any
+    inner: Any
+    kv_shape: KVShape
+
+    def __init__(self) -> None:
+        self.attns: Sequence[Any] = ()
+        self.owners: Sequence[Any] = ()
+        self.unsupported: str | None = None
+        self.step: BlendStep | None = None
+        self.chunks = ChunkKV()
+        self.loop: LayerLoop | None = None
+        self.clocks: list[StageClock] = []
+        self.in_flight = InFlight()
+        self.shift = 0
+        self.watch: Callable[[torch.Tensor], None] | None = None
+        self._frame: Frame | None = None
+        self._collecting = True
+
+    @property
+    def cache_fuse_metadata(self) -> CacheFuseMetadata:
+        found: CacheFuseMetadata = self.inner.cache_fuse_metadata
+        return found
+
+    def forward(
+        self,
+        stock: Callable[..., Any],
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Runs the step that is set.
+
+        Args:
+            stock: the model's own forward. The other arguments are the model's.
+
+        Returns:
+            Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none were computed.
+        """
+        step = self.step
+        assert step is not None
+        inputs = rows.Inputs(
+            stock,
+            input_ids,
+            positions + self.shift if self.shift else positions,
+            intermediate_tensors,
+            inputs_embeds,
+            kwargs,
+        )
+        output = self._blend(step, inputs) if step.blended else inputs.run()
+        if self.watch is not None:
+            self.watch(output)
+        self._ended(step, positions.device)
+        return output
+
+    def _blend(self, step: BlendStep, inputs: rows.Inputs) -> torch.Tensor:
+        frame = self._frame_of(step, inputs)
+        with frame.clock.stage("select"):
+            self._ask(frame, inputs)
+            early = [request for request in step.blended if request.settings.early]
+            if early:
+                _ = frame.stored  # its loads begin
+                frame.shrink({r: rows.choose(r, frame.received.get(r)) for r in early})
+            if not frame.num_rows:  # a window of chunked prefill may hold reused tokens alone
+                frame.shrink({early[0]: torch.tensor([early[0].num_chunk_rows - 1])})
+        self._frame = frame
+        try:
+            if len(early) == len(step.blended):
+                self.cache_fuse_metadata.record(frame)
+                output = rows.forward(frame, inputs, self.attns)
+            else:
+                assert self.loop is not None  # else the request was refused
+                output = self.loop.run(frame, inputs)
+        finally:
+            self._frame = None
+        self.clocks.append(frame.clock)
+        return output
+
+    def _ask(self, frame: Frame, inputs: rows.Inputs) -> None:
+        """Runs the rows that no chunk holds of the requests that want the question asked: what their
+        chunks get of its attention, at every layer. Their stored KV is in the cache then."""
+        asking = [r for r in frame.step.blended if r.settings.asks and num_asked(r)]
+        if not asking:
+            return
+        ahead = self._frame_of(frame.step, inputs, NO_CLOCK)
+        ahead.own_rows_of(asking)
+        _ = ahead.stored  # its loads begin
+        ahead.listener = questions = Questions(ahead, asking)
+        self._collecting = False
+        try:
+            inputs.run_on(ahead, self.attns)
+        finally:
+            self._collecting = True
+        frame.received = questions.received()
+        frame.fused |= set(asking)
+
+    def _frame_of(
+        self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None
+    ) -> Frame:
+        return Frame(
+            step,
+            inputs.positions,
+            get_forward_context(),
+            len(self.attns),
+            self.chunks.drift,
+            self.cache_fuse_metadata,
+            clock,
+        )
+
+    def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Called by each layer's attention in a step (``attention/base.py``)."""
+        if self._collecting and self.step is not None and self.step.collected:
+            collect(self.step, self._frame, layer.index, layer.rotation, key, value)
+
+    def _ended(self, step: BlendStep, device: torch.device) -> None:
+        for request in step.collected:
+            plan = request.plan
+            assert isinstance(plan, CollectPlan)
+            if plan.on_model and request.end >= plan.num_prompt_tokens:
+                for owner, kv in zip(self.owners, plan.kv, strict=True):
+                    if owner is not None:
+                        owner.hack_kv = list(kv)
+        if device.type == "cuda":
+            self.in_flight.hold(step, device)
+        self.chunks.keep(step)
+
+    def take_news(self) -> Callable[[], News] | None:
+        """What there is to tell the scheduler, to be called once the step has ended."""
+        self.in_flight.release()
+        clocks, self.clocks = self.clocks, []
+        told = self.chunks.take_news()
+        if told is None and not clocks:
+            return None
+
+        def news() -> News:
+            found = told or News()
+            for clock in clocks:
+                found.seconds |= clock.seconds()
+            return found
+
+        return news

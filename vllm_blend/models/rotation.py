@@ -1,0 +1,199 @@
+"""How a layer's K depends on its position: read off the model's own rotary module, by running it.
+
+A rotary module turns pairs of dimensions of a head by angles that grow with the position. Run on a
+head of ones and zeros it gives back its cosines and sines, whatever class it is and whatever its
+scaling (partial, interleaved, YaRN, llama3, LongRoPE). With that table K is brought to any position,
+and back to none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rotates heads ``[num_tokens, head_size]`` to their positions ``[num_tokens]``; returns them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A layer's rotation.
+
+    Attributes:
+        table: cosines, then sines of each position, ``[max_position, rotary_dim]``, as the module
+            computes with them; of a layer without RoPE ``[max_position, 2]``, ones and zeros.
+        is_neox_style: pairs are ``(i, i + rotary_dim / 2)``; else ``(2i, 2i + 1)``.
+        is_none: K does not depend on its position.
+    """
+
+    table: torch.Tensor
+    is_neox_style: bool = True
+    is_none: bool = False
+
+    @classmethod
+    def none(cls, max_position: int, dtype: torch.dtype, device: torch.device) -> Rotation:
+        """Of a layer without RoPE."""
+        table = torch.zeros(max_position, 2, dtype=dtype, device=device)
+        table[:, 0] = 1
+        return cls(table, is_none=True)
+
+    def rotate(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """K at ``positions``, computed in fp32; a new tensor.
+
+        Args:
+            k: before RoPE, ``[num_tokens, num_kv_heads, head_size]``.
+            positions: ``[num_tokens]``.
+        """
+        return k.clone() if self.is_none else self._turned(k, *self._angles(positions))
+
+    def undo(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """K before RoPE, of K at ``positions``: the inverse of ``rotate``, but for rounding."""
+        if self.is_none:
+            return k.clone()
+        cos, sin = self._angles(positions)
+        square = cos * cos + sin * sin  # not 1 where cosines are scaled (YaRN) or rounded
+        return self._turned(k, cos / square, -sin / square)
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.table[positions.to(self.table.device)].float()[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+    def _turned(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotary_dim = self.table.shape[1]
+        turned, rest = k[..., :rotary_dim].float(), k[..., rotary_dim:]
+        if self.is_neox_style:
+            a, b = turned.chunk(2, dim=-1)
+            pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        else:
+            a, b = turned[..., ::2], turned[..., 1::2]
+            pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([pairs.to(k.dtype), rest], dim=-1)
+
+
+def rotations_in(
+    owner: torch.nn.Module | None,
+    model: torch.nn.Module,
+    head_size: int,
+    max_position: int,
+    like: torch.Tensor,
+    known: dict[int, list[Rotation]],
+) -> Iterator[Rotation]:
+    """Rotations that a layer's K may have, the likeliest first.
+
+    Args:
+        owner: the module that holds the layer's attention, where there is one.
+        model: all of it; its other rotary modules come last.
+        max_position: of a prompt.
+        like: of the type and device that K has.
+        known: what was read off a module, by its id; filled here.
+    """
+    near = [] if owner is None else list(owner.modules())
+    for module in dict.fromkeys([*near, *model.modules()]):
+        if not _may_rotate(module):
+            continue
+        if id(module) not in known:
+            found = (read(turn, head_size, max_position, like) for turn in _turns(module))
+            known[id(module)] = [rotation for rotation in found if rotation is not None]
+        yield from known[id(module)]
+
+
+def read(turn: Turn, head_size: int, max_position: int, like: torch.Tensor) -> Rotation | None:
+    """The rotation that ``turn`` makes, or None if it is none over pairs of neighbours or halves.
+
+    Args:
+        turn: rotates heads of ``head_size``.
+        like: of the type and device to run it with.
+    """
+
+    def ask(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # ops take both by their addresses
+        return turn(x.to(like.dtype).contiguous().clone(), positions.contiguous())
+
+    def at(*positions: int) -> torch.Tensor:
+        return torch.tensor(positions, device=like.device)
+
+    try:
+        # what each dimension becomes, at positions near and far
+        eye = torch.eye(head_size, device=like.device)
+        far = [
+            ask(eye, at(position).expand(head_size)) for position in {1, 2, 3, 7, 19, max_position - 1}
+        ]
+    except Exception:  # not a rotary module after all, or one of other heads
+        return None
+    moved = torch.stack(far).float().abs().amax(0)
+    touched = (moved - eye).abs().amax(1) > 0
+    rotary_dim = int(touched.nonzero().max()) + 1 if bool(touched.any()) else 0
+    if not rotary_dim:
+        return None
+    first, second = _pairs(rotary_dim, True)
+    neox = rotary_dim % 2 == 0 and bool((moved[first, second] > 0).all())
+    if not neox:
+        rotary_dim += rotary_dim % 2
+        first, second = _pairs(rotary_dim, False)
+        if rotary_dim > head_size or not bool((moved[first, second] > 0).all()):
+            return None
+    one = torch.zeros(1, head_size, device=like.device)
+    one[:, first] = 1
+    positions = torch.arange(max_position, device=like.device)
+    seen = ask(one.expand(max_position, -1), positions)
+    rotation = Rotation(torch.cat([seen[:, first], seen[:, second]], dim=1).contiguous(), neox)
+    # does it say what the module does?
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(64, head_size, generator=generator).to(like)
+    places = torch.randint(max_position, (64,), generator=generator).to(like.device)
+    expected = ask(heads, places).float()
+    error = (rotation.rotate(heads[:, None], places)[:, 0].float() - expected).norm() / expected.norm()
+    return rotation if float(error) < 0.02 else None
+
+
+def _pairs(rotary_dim: int, neox: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = torch.arange(rotary_dim)
+    if neox:
+        return dims[: rotary_dim // 2], dims[rotary_dim // 2 :]
+    return dims[::2], dims[1::2]
+
+
+def _may_rotate(module: torch.nn.Module) -> bool:
+    """By name, or by what rotary modules keep."""
+    name = type(module).__name__.lower()
+    return "rotary" in name or "rope" in name or hasattr(module, "cos_sin_cache")
+
+
+def _turns(module: Any) -> Iterator[Turn]:
+    """The ways that the module may be called."""
+
+    def by_heads(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """vLLM's: Q and K in, Q and K out."""
+        turned = module(positions, x, x.clone())[0]
+        return turned.view_as(x)
+
+    def by_angles(
+        x: torch.Tensor, positions: torch.Tensor, neox: bool, kind: dict[str, str]
+    ) -> torch.Tensor:
+        """transformers': cosines and sines out, ``[1, num_tokens, rotary_dim]``."""
+        cos, sin = (part[0].float() for part in module(x[None], positions[None], **kind))
+        half = cos.shape[-1] // 2
+        table = torch.cat([cos[:, :half], sin[:, :half]], dim=1)
+        if not neox and not torch.equal(cos[:, :half], cos[:, half:]):
+            table = torch.cat([cos[:, ::2], sin[:, ::2]], dim=1)
+        turned = Rotation(table, neox).rotate(
+            x[:, None].float(), torch.arange(len(x), device=x.device)
+        )
+        return turned[:, 0]
+
+    # the wrong way may change the module: vLLM's casts its table to the type of what it gets
+    takes = getattr(module, "forward_native", module.forward)  # vLLM's ops take anything at their door
+    names = list(inspect.signature(takes).parameters)
+    if names[:2] == ["positions", "query"]:
+        yield by_heads
+    elif names[1:2] == ["position_ids"]:
+        layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+        kinds = [{"layer_type": t} for t in dict.fromkeys(layer_types)] if "layer_type" in names else []
+        for kind in kinds or [{}]:
+            yield partial(by_angles, neox=True, kind=kind)
+            yield partial(by_angles, neox=False, kind=kind)

@@ -1,0 +1,124 @@
+"""The choice of rows before layer 0: by what is known of a request without running any of it, and by
+what its question attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from vllm_blend.core import BlendPlan, ChunkSpan, StepRequest
+from vllm_blend.select.policies import make_policy
+from vllm_blend.select.rows import num_kept
+
+Window = tuple[ChunkSpan, int, int]
+"""Of a span: the prompt positions ``[start, end)`` that are looked at."""
+
+HALF_PLACE = 12.0
+"""Of a token without scores: how many tokens into its chunk it counts half of the first one. K and V of
+a chunk's first tokens move most, since most of what stands before them is missing."""
+
+
+class EarlyView:
+    """What a policy may look at before layer 0; names are those of ``select/view.py``.
+
+    The candidates are the tokens of ``windows``.
+
+    Args:
+        windows: of one request, ascending.
+        received: what they get of the question's attention, ``[num_candidates]`` float32; None: the
+            question was not asked.
+        device: of what is returned.
+    """
+
+    def __init__(
+        self, windows: Sequence[Window], received: torch.Tensor | None, device: torch.device
+    ) -> None:
+        self._windows, self._device = windows, device
+        self.attention_ahead = received
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Prompt position of each candidate, ``[num_candidates]`` int64."""
+        return self._joined([torch.arange(start, end) for _, start, end in self._windows])
+
+    @cached_property
+    def place_in_chunk(self) -> torch.Tensor:
+        """How many tokens of its own chunk stand before each candidate, ``[num_candidates]`` int64."""
+        return self._joined(
+            [torch.arange(start - span.start, end - span.start) for span, start, end in self._windows]
+        )
+
+    @cached_property
+    def stale(self) -> torch.Tensor:
+        """Where recomputing changes anything at all, ``[num_candidates]`` bool."""
+        return self._joined(
+            [torch.full((end - start,), not span.exact) for span, start, end in self._windows]
+        )
+
+    @cached_property
+    def static(self) -> torch.Tensor:
+        """Scores kept with the chunks, ``[num_candidates]`` float32."""
+        return self._joined([static_scores(self._windows)])
+
+    @property
+    def fallback(self) -> torch.Tensor:
+        """Scores where the question cannot be asked: ``static``."""
+        return self.static
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        both = torch.cat(list(parts))
+        if self._device.type != "cuda":
+            return both
+        return both.pin_memory().to(self._device, non_blocking=True)
+
+
+def static_scores(windows: Sequence[Window]) -> torch.Tensor:
+    """The scores of the windows' tokens (``StoredKV.scores``), ``[num_tokens]`` float32, on the host.
+
+    A token whose KV is exact here has 0. One without scores counts as the mean of those that have
+    them, more at the beginning of its chunk and less behind it.
+    """
+    parts = []
+    known = []
+    for span, start, end in windows:
+        kept = span.kv.scores
+        if span.exact:
+            parts.append(torch.zeros(end - start))
+        elif kept is not None:
+            parts.append(kept[start - span.start : end - span.start].float().cpu())
+            known.append(parts[-1])
+        else:
+            place = torch.arange(start - span.start, end - span.start)
+            parts.append(-1 / (1 + place / HALF_PLACE))  # negative: to be scaled
+    scores = torch.cat(parts)
+    guessed = scores < 0
+    if bool(guessed.any()):
+        mean = torch.cat(known).mean() if known else torch.tensor(1.0)
+        guess = scores[guessed]
+        scores[guessed] = guess / guess.mean() * mean
+    return scores
+
+
+def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
+    """Which of the request's ``chunk_rows`` are recomputed, ascending, ``[num_chosen]`` int64.
+
+    Where the question was asked, the ratio's share of this window's, on the device. Else of the whole
+    prompt's, however it is cut into windows, on the host.
+    """
+    settings, plan = request.settings, request.plan
+    if received is not None:
+        view = EarlyView(request.windows, received, request.device)
+        count = num_kept(settings.last_ratio, request.num_chunk_rows)
+        return make_policy(settings).rows(view, count)
+    if not isinstance(plan, BlendPlan):
+        return torch.empty(0, dtype=torch.int64)
+    if "chosen" not in plan.made:
+        windows = [(span, span.start, span.end) for span in plan.spans]
+        view = EarlyView(windows, None, torch.device("cpu"))
+        total = sum(end - start for _, start, end in windows)
+        at = make_policy(settings).rows(view, num_kept(settings.last_ratio, total))
+        plan.made["chosen"] = view.positions[at]
+    here = torch.cat([torch.arange(start, end) for _, start, end in request.windows])
+    return torch.isin(here, plan.made["chosen"]).nonzero().flatten()
