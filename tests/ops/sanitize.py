@@ -49,16 +49,20 @@ def attention() -> None:
     length = 99
     rows = [test_sparse_attention.scattered(19, length), [0], [], list(range(30, 49))]
     for heads in ((8, 2, 128), (6, 2, 80)):
-        args = test_sparse_attention.case(DEVICE, rows, torch.float16, *heads)
-        test_sparse_attention.assert_close(sparse_attention(**args), args)
-        scale = args.pop("scale")
-        num_rows = args["query"].shape[0]
-        lse = torch.zeros(heads[0], num_rows, device=DEVICE)
-        out = torch.zeros_like(args["query"])
-        sparse_attention_rest(**args, out=out, prefix_lse=lse, scale=scale)
+        plain = test_sparse_attention.case(DEVICE, rows, torch.float16, *heads)
+        for options in ({}, *test_sparse_attention.OPTIONS):
+            args = test_sparse_attention.with_options(plain, **options)
+            test_sparse_attention.assert_close(sparse_attention(**args), args)
+            if args.pop("sliding_window", 0):
+                continue
+            lse = torch.zeros(heads[0], args["query"].shape[0], device=DEVICE)
+            out = torch.zeros_like(args["query"])
+            sparse_attention_rest(**args, out=out, prefix_lse=lse)
         last_keys = test_received_attention.last_keys_of(19, 999)
-        asked = test_received_attention.case(DEVICE, last_keys, torch.float16, *heads)
-        test_received_attention.check_against_the_oracle(asked)
+        for options in ({}, *test_received_attention.OPTIONS):
+            asked = test_received_attention.case(DEVICE, last_keys, torch.float16, *heads)
+            asked = test_received_attention.with_options(asked, **options)
+            test_received_attention.check_against_the_oracle(asked)
 
 
 def main() -> None:

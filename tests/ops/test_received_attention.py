@@ -48,6 +48,30 @@ def case(
     )
 
 
+def with_options(
+    args: dict[str, Any], softcap: float = 0.0, has_sinks: bool = False, window: int = 0
+) -> dict[str, Any]:
+    """Sinks that take a good part, a soft cap that bends logits; blocks left of windows hold NaN."""
+    query = args["query"]
+    sinks = (2 * torch.randn(query.shape[1], device=query.device) + 3).to(query.dtype)
+    args = args | dict(softcap=softcap, sinks=sinks if has_sinks else None, sliding_window=window)
+    if window:
+        first = int(args["last_keys"][args["last_keys"] >= 0].min()) - window + 1
+        freed = max(0, first) // args["key_cache"].shape[1]
+        args["key_cache"][args["block_table"][:freed].long()] = float("nan")
+    return args
+
+
+OPTIONS: list[dict[str, Any]] = [
+    dict(softcap=2.0),
+    dict(has_sinks=True),
+    dict(window=37),
+    dict(softcap=2.0, has_sinks=True),
+    dict(softcap=2.0, window=37),
+    dict(softcap=2.0, has_sinks=True, window=37),
+]
+
+
 def check_against_the_oracle(args: dict[str, Any], calls: int = 1) -> None:
     """Calls add up, and keys beyond are left alone."""
     num_keys = int(args["last_keys"].max()) + 1
@@ -95,19 +119,71 @@ def test_equals_the_oracle(
         check_against_the_oracle(case(device, last_keys, dtype, *heads, block_size, heads_first))
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 40), (6, 2, 64), (7, 1, 96), (8, 1, 128), (3, 1, 256)])
+def test_options_equal_the_oracle(
+    device: torch.device, full_size: bool, heads: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    sizes = [(1, 1, torch.float16), (5, 19, torch.float32), (19, 99, torch.float16)]
+    sizes += [(5, 989, torch.float16)] if heads[2] == 64 else []
+    if full_size:
+        lengths = [(1, 1), (5, 19), (19, 99), (32, 989), (32, 9989)]
+        sizes = [(*length, dtype) for length in lengths for dtype in FLOATS]
+    for num_queries, num_keys, dtype in sizes:
+        last_keys = last_keys_of(num_queries, num_keys)
+        block_size, heads_first = (16, True) if num_queries == 5 else (32, False)
+        args = case(device, last_keys, dtype, *heads, block_size, heads_first)
+        check_against_the_oracle(with_options(args, **options))
+
+
+def test_keys_left_of_all_windows_are_left_as_they_are(device: torch.device) -> None:
+    args = with_options(case(device, [500, -1, 480], torch.float32, 4, 2, 32), window=100)
+    scores = torch.arange(600, dtype=torch.float32, device=device)
+    before = scores.clone()
+    received_attention(**args, scores=scores)
+    assert (scores != before).nonzero().flatten().tolist() == list(range(381, 501))
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_sinks_of_nothing_change_no_bit(device: torch.device, window: int) -> None:
+    args = with_options(case(device, [40, 3, -1, 99], torch.float16, 4, 2, 32), window=window)
+    scores = torch.zeros(2, 100, device=device)
+    received_attention(**args, scores=scores[0])
+    sinks = torch.full((4,), float("-inf"), device=device)
+    received_attention(**(args | dict(sinks=sinks)), scores=scores[1])
+    assert torch.equal(*scores)
+
+
+def test_sinks_far_above_all_logits_take_everything(device: torch.device) -> None:
+    args = case(device, [40, 3, -1, 99], torch.float16, 4, 2, 32)
+    scores = torch.zeros(100, device=device)
+    received_attention(**args, scores=scores, sinks=torch.full((4,), 1e4, device=device))
+    assert not scores.any()
+
+
 def test_calls_add_up(device: torch.device) -> None:
     check_against_the_oracle(case(device, [40, 3, -1, 99], torch.float16, 4, 2, 32), calls=2)
 
 
-def test_the_oracle_is_a_softmax_of_each_head_and_query(device: torch.device) -> None:
-    args = case(device, [20, -1, 3, 36], torch.float32, 6, 2, 32)
+@pytest.mark.parametrize("options", [{}, *OPTIONS], ids=str)
+def test_the_oracle_is_a_softmax_of_each_head_and_query(
+    device: torch.device, options: dict[str, Any]
+) -> None:
+    args = with_options(case(device, [20, -1, 3, 36], torch.float32, 6, 2, 32), **options)
+    args |= dict(sliding_window=9 if options.get("window") else 0)
     keys = args["key_cache"][args["block_table"].long()].flatten(0, 1).double()
     expected = torch.zeros(40, dtype=torch.float64, device=device)
     for row, last in enumerate(args["last_keys"].tolist()):
+        seen = slice(max(0, last - 8) if options.get("window") else 0, last + 1)
         for head in range(6):
-            k = keys[: last + 1, head // 3]
-            weights = (k @ args["query"][row, head].double() * args["scale"]).exp()
-            expected[: last + 1] += weights / weights.sum()
+            logits = keys[seen, head // 3] @ args["query"][row, head].double() * args["scale"]
+            if options.get("softcap"):
+                logits = 2.0 * (logits / 2.0).tanh()
+            weights = logits.exp()
+            total = weights.sum()
+            if options.get("has_sinks"):
+                total += args["sinks"][head].double().exp()
+            expected[seen] += weights / total
     scores = torch.zeros_like(expected)
     received_attention_oracle(**args, scores=scores)
     torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-12)
@@ -174,6 +250,11 @@ def test_a_graph_is_replayed_with_other_queries_and_compiles_nothing(
         ("block_table", lambda t: t.repeat(2)[::2], "block_table has strides"),
         ("last_keys", lambda t: t[:1], "last_keys has shape"),
         ("last_keys", lambda t: t.float(), "last_keys is torch.float32"),
+        ("sinks", lambda t: t[:3], r"sinks has shape \[3\]; expected \[4\]"),
+        ("sinks", lambda t: t.int(), "sinks is torch.int32"),
+        ("sinks", lambda t: t.repeat(2)[::2], "sinks has strides"),
+        ("softcap", lambda _: -1.0, "softcap is -1.0; allowed: 0"),
+        ("sliding_window", lambda _: -1, "sliding_window is -1; allowed: 0"),
         ("scores", lambda t: t.double(), "scores is torch.float64; expected torch.float32"),
         ("scores", lambda t: t[::2], "scores has strides"),
     ],
@@ -181,7 +262,7 @@ def test_a_graph_is_replayed_with_other_queries_and_compiles_nothing(
 def test_the_door_names_the_argument(
     device: torch.device, name: str, change: Any, message: str
 ) -> None:
-    args = case(device, [0, 5, 17], torch.float32, 4, 2, 32)
+    args = with_options(case(device, [0, 5, 17], torch.float32, 4, 2, 32), 2.0, True, 9)
     args["scores"] = torch.zeros(20, device=device)
     with pytest.raises(ValueError, match=message):
         received_attention(**(args | {name: change(args[name])}))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged import paged_cache, relative_error
 
+from vllm_blend.ops.library import FLOATS
 from vllm_blend.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_oracle,
@@ -56,9 +57,30 @@ def scattered(count: int, length: int) -> list[int]:
     return sorted(torch.randperm(length)[:count].tolist())
 
 
+def with_options(
+    args: dict[str, Any], softcap: float = 0.0, has_sinks: bool = False, window: int = 0
+) -> dict[str, Any]:
+    """Logits that a soft cap bends, sinks that take a good part, and a window where there is one."""
+    query = args["query"]
+    sinks = (2 * torch.randn(query.shape[1], device=query.device) + 3).to(query.dtype)
+    args = args | dict(scale=2 * args["scale"], softcap=softcap, sinks=sinks if has_sinks else None)
+    return args | dict(sliding_window=window) if window else args
+
+
+OPTIONS: list[dict[str, Any]] = [
+    dict(softcap=2.0),
+    dict(has_sinks=True),
+    dict(softcap=2.0, has_sinks=True),
+    dict(softcap=2.0, window=37),
+    dict(has_sinks=True, window=37),
+    dict(softcap=2.0, has_sinks=True, window=37),
+]
+
+
 def assert_close(result: torch.Tensor, args: dict[str, Any], window: int = 0) -> None:
-    exact = sparse_attention_oracle(**args, sliding_window=window)
-    same_type = sparse_attention_oracle(**args, sliding_window=window, dtype=args["query"].dtype)
+    args = dict(sliding_window=window) | args
+    exact = sparse_attention_oracle(**args)
+    same_type = sparse_attention_oracle(**args, dtype=args["query"].dtype)
     allowed = max(2 * relative_error(same_type, exact), 2e-6)
     assert relative_error(result, exact) <= allowed
 
@@ -85,6 +107,56 @@ def test_equals_the_oracle(
     result = sparse_attention(**args, sliding_window=window, out=poisoned)
     assert result is poisoned
     assert_close(result, args, window)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 40), (6, 2, 64), (7, 1, 96), (8, 1, 128), (3, 1, 256)])
+def test_options_equal_the_oracle(
+    device: torch.device, full_size: bool, heads: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    sizes = [(1, torch.float16), (19, torch.float32), (59, torch.float16)]
+    if full_size:
+        sizes = [(count, dtype) for count in (1, 19, 99, 989) for dtype in FLOATS]
+    for count, dtype in sizes:
+        rows = [scattered(count, 2 * count + 7), [0], [], list(range(30, 30 + count // 2 + 1))]
+        args = with_options(case(device, rows, dtype, *heads, heads_first=count % 2 == 0), **options)
+        poisoned = torch.full_like(args["query"], float("nan"))
+        assert_close(sparse_attention(**args, out=poisoned), args)
+
+
+def test_many_rows_with_all_options(device: torch.device) -> None:
+    args = case(device, [scattered(989, 1400), [1399]], torch.float16, 4, 1, 32)
+    args = with_options(args, softcap=2.0, has_sinks=True, window=100)
+    assert_close(sparse_attention(**args), args)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 50.0])
+def test_capped_logits_of_any_size_are_finite(device: torch.device, softcap: float) -> None:
+    """From far below the cap, where the identity is right, to far above it, where the sign is."""
+    for size in (1e-3, 1.0, 30.0, 1e4):
+        args = case(device, [scattered(19, 80)], torch.float32, 4, 2, 64)
+        args |= dict(query=args["query"] * size, softcap=softcap)
+        exact = sparse_attention_oracle(**args, dtype=torch.float64)
+        # a logit is off by the rounding of its tanh, and both by that of the product within it
+        of_oracle = relative_error(sparse_attention_oracle(**args), exact)
+        allowed = max(2 * of_oracle, 2e-6) + softcap * torch.finfo(torch.float32).eps
+        assert relative_error(sparse_attention(**args), exact) <= allowed
+
+
+def test_sinks_of_nothing_change_no_bit(device: torch.device) -> None:
+    args = case(device, [scattered(19, 80), [5]], torch.float16, 4, 2, 64)
+    sinks = torch.full((4,), float("-inf"), device=device)
+    for window in (0, 37):
+        before = sparse_attention(**args, sliding_window=window)
+        assert torch.equal(sparse_attention(**args, sliding_window=window, sinks=sinks), before)
+
+
+def test_sinks_far_above_all_logits_take_everything(device: torch.device) -> None:
+    args = case(device, [scattered(19, 80), [5]], torch.float16, 4, 2, 64)
+    sinks = torch.tensor([1e4, 0.0, 1e4, 0.0], device=device)
+    result = sparse_attention(**args, sinks=sinks)
+    assert not result[:, ::2].any()
+    assert result[:, 1::2].any(-1).all()
 
 
 def test_later_keys_do_not_matter(device: torch.device) -> None:
@@ -116,15 +188,37 @@ def test_the_oracle_is_torchs_causal_attention_where_all_rows_are_there(
     assert relative_error(sparse_attention_oracle(**args), expected[0].transpose(0, 1)) < 1e-6
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 6, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_oracle_is_the_formula_with_options(device: torch.device, dtype: torch.dtype) -> None:
+    """A softmax written out of one row and head after the other."""
+    positions = [3, 20, 21, 40, 63]
+    args = with_options(case(device, [positions], torch.float32, 4, 2, 32), 2.0, True, window=9)
+    blocks = args["block_table"][0].long()
+    keys, values = (args[name][blocks].flatten(0, 1).double() for name in ("key_cache", "value_cache"))
+    expected = torch.zeros(len(positions), 4, 32, dtype=torch.float64, device=device)
+    for row, position in enumerate(positions):
+        seen = slice(max(0, position - 8), position + 1)
+        for head in range(4):
+            logits = args["scale"] * keys[seen, head // 2] @ args["query"][row, head].double()
+            weights = (2.0 * (logits / 2.0).tanh()).exp()
+            total = weights.sum() + args["sinks"][head].double().exp()
+            expected[row, head] = weights @ values[seen, head // 2] / total
+    allowed = 1e-12 if dtype == torch.float64 else 1e-6
+    assert relative_error(sparse_attention_oracle(**args, dtype=dtype), expected) < allowed
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS[:3]], ids=str)
+@pytest.mark.parametrize(
+    ("group", "head_size"), [(1, 40), (3, 64), (4, 32), (6, 96), (7, 128), (8, 256)]
+)
 def test_rest_completes_attention_over_virtual_requests(
-    device: torch.device, full_size: bool, group: int
+    device: torch.device, full_size: bool, group: int, head_size: int, options: dict[str, Any]
 ) -> None:
     length = 3000 if full_size else 90
     rows = [scattered(length // 3, length), [0], [], [length - 1], list(range(length // 4))]
     dtype = torch.float16 if full_size else torch.float32
-    args = case(device, rows, dtype, 2 * group, 2, 32)
-    scale = args.pop("scale")
+    args = with_options(case(device, rows, dtype, 2 * group, 2, head_size), **options)
+    scale, softcap = args["scale"], args["softcap"]
     tiles = virtual_requests(
         args["positions"],
         args["query_start_loc"],
@@ -152,11 +246,40 @@ def test_rest_completes_attention_over_virtual_requests(
             for name in ("key_cache", "value_cache")
         )
         scores = torch.einsum("qhd,khd->hqk", args["query"][start:end].float(), k) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         lse[:, start:end] = scores.logsumexp(dim=-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(dtype)
     assert (covered == 1).all()
-    sparse_attention_rest(**args, out=out, prefix_lse=lse, scale=scale)
-    assert_close(out, args | {"scale": scale})
+    sparse_attention_rest(**args, out=out, prefix_lse=lse)
+    assert_close(out, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, *OPTIONS[:3]], ids=str)
+@pytest.mark.parametrize(("group", "head_size"), [(1, 40), (3, 64), (7, 96), (4, 128), (8, 256)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rest_completes_flash_attention_3(
+    dtype: torch.dtype, group: int, head_size: int, options: dict[str, Any]
+) -> None:
+    """Its soft cap is ours, and the log of its sum of exponentials is of capped logits."""
+    pytest.importorskip("vllm.vllm_flash_attn._vllm_fa3_C", exc_type=ImportError)
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention 3 is for compute capability 9.x")
+    from vllm_blend.compat_cuda import flash_attention_3
+
+    device, length = torch.device("cuda"), 3000
+    torch.manual_seed(0)
+    rows = [scattered(length // 3, length), [0], [length - 1], list(range(length // 4))]
+    args = with_options(case(device, rows, dtype, 2 * group, 2, head_size, True), **options)
+    place = (args["positions"], args["query_start_loc"], args["block_table"])
+    tiles = virtual_requests(*place, group=group)
+    out = torch.full(args["query"].shape, float("nan"), dtype=dtype, device=device)
+    caches = args["key_cache"], args["value_cache"]
+    query = args["query"].contiguous()
+    lse = flash_attention_3(query, *caches, out, tiles, length, args["scale"], args["softcap"])
+    sparse_attention_rest(**args, out=out, prefix_lse=lse)
+    assert_close(out, args)
 
 
 @pytest.mark.gpu
@@ -195,13 +318,22 @@ def test_no_rows(device: torch.device) -> None:
         ("block_table", lambda t: t[None], "block_table has shape"),
         ("block_table", lambda t: t.repeat(1, 2)[:, ::2], "block_table has strides"),
         ("query", lambda t: t[:, :3], "query has 3 heads, which 2 KV heads do not divide"),
+        ("sinks", lambda t: t[:3], r"sinks has shape \[3\]; expected \[4\]"),
+        ("sinks", lambda t: t.int(), "sinks is torch.int32"),
+        ("sinks", lambda t: t.repeat(2)[::2], "sinks has strides"),
+        ("softcap", lambda _: -1.0, "softcap is -1.0; allowed: 0"),
+        ("softcap", lambda _: float("nan"), "softcap is nan; allowed: 0"),
     ],
 )
 def test_the_door_names_the_argument(
     device: torch.device, name: str, change: Any, message: str
 ) -> None:
-    args = case(device, [[0, 5, 17]], torch.float32, 4, 2, 32)
+    args = with_options(case(device, [[0, 5, 17]], torch.float32, 4, 2, 32), 2.0, True)
+    changed = args | {name: change(args[name])}
     with pytest.raises(ValueError, match=message):
-        sparse_attention(**(args | {name: change(args[name])}))
+        sparse_attention(**changed)
+    out, lse = torch.zeros(3, 4, 32, device=device), torch.zeros(4, 3, device=device)
+    with pytest.raises(ValueError, match=message):
+        sparse_attention_rest(**changed, out=out, prefix_lse=lse)
     with pytest.raises(ValueError, match="sliding_window is -1"):
         sparse_attention(**args, sliding_window=-1)

@@ -6,6 +6,7 @@ import torch
 
 from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
 from vllm_blend.ops.received_attention_kernel import MAX_QUERIES, launch
+from vllm_blend.ops.sparse_attention import check_logits, check_window, weights_oracle
 
 
 def received_attention(
@@ -16,13 +17,17 @@ def received_attention(
     scores: torch.Tensor,
     *,
     scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Adds to ``scores`` the queries' attention to each key, summed over queries and heads.
 
     ``scores[j] += sum over queries i with last_keys[i] >= j and heads h of p[i, h, j]``, where
-    ``p[i, h]`` is ``softmax(scale * q k^T)`` over the keys 0 to ``last_keys[i]``. The launches depend
-    on shapes alone, so a CUDA graph that holds them is replayed with other contents; the order of the
-    sums is fixed, so the result is the same each time.
+    ``p[i, h]`` is ``softmax(scale * q k^T)`` over the keys 0 to ``last_keys[i]``, with a window over
+    the last of these; soft caps and sinks are as in ``sparse_attention``, and what a sink takes is
+    nobody's. The launches depend on shapes alone, so a CUDA graph that holds them is replayed with
+    other contents; the order of the sums is fixed, so the result is the same each time.
 
     Args:
         query: rotated, ``[num_queries, num_heads, head_size]``, at most ``MAX_QUERIES``; any strides
@@ -32,6 +37,10 @@ def received_attention(
         block_table: blocks of the request, ``[max_num_blocks]`` int32.
         last_keys: the last key that each query sees, ``[num_queries]``, below ``max_num_keys``; -1: the
             row counts for nothing, and may hold anything.
+        sliding_window: a query sees this many keys; 0: all. The blocks to the left of all windows may
+            be any that exist.
+        softcap: bound of the logits; 0: none.
+        sinks: logits, neither scaled nor capped, ``[num_heads]``, any float type.
         scores: ``[max_num_keys]`` float32, contiguous; keys that no query sees are left as they are.
 
     Raises:
@@ -47,6 +56,8 @@ def received_attention(
         raise ValueError(
             f"query has {num_heads} heads, which {key_cache.shape[2]} KV heads do not divide"
         )
+    check_window(sliding_window)
+    check_logits(query, softcap, sinks)
     check("block_table", block_table, ("max_num_blocks",), (torch.int32,), query)
     check("last_keys", last_keys, (num_queries,), INTS, query)
     check("scores", scores, ("max_num_keys",), (torch.float32,), query)
@@ -58,7 +69,9 @@ def received_attention(
         ("scores", scores),
     ):
         check_inner_stride(name, tensor)
-    torch.ops.vllm_blend.received_attention(query, key_cache, block_table, last_keys, scores, scale)
+    torch.ops.vllm_blend.received_attention(
+        query, key_cache, block_table, last_keys, scores, scale, sliding_window, softcap, sinks
+    )
 
 
 def received_attention_oracle(
@@ -69,6 +82,9 @@ def received_attention_oracle(
     scores: torch.Tensor,
     *,
     scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The same in plain PyTorch, computed in the type of ``scores``; waits for the device."""
     real = last_keys >= 0
@@ -80,9 +96,11 @@ def received_attention_oracle(
     blocks = block_table[: -(-num_keys // block_size)].long()
     k = key_cache[blocks].flatten(0, 1)[:num_keys].to(scores.dtype)
     q = query.to(scores.dtype).unflatten(1, (num_kv_heads, -1))
-    seen = torch.arange(num_keys, device=query.device) <= last_keys[:, None]
-    logits = torch.einsum("qhgd,khd->hgqk", q, k) * scale
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    keys = torch.arange(num_keys, device=query.device)
+    seen = keys <= last_keys[:, None]
+    if sliding_window:
+        seen &= keys > last_keys[:, None] - sliding_window
+    weights = weights_oracle(q, k, seen, scale, softcap, sinks)
     scores[:num_keys] += weights.sum(dim=(0, 1, 2))
 
 
@@ -93,15 +111,29 @@ def _run(
     last_keys: torch.Tensor,
     scores: torch.Tensor,
     scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     if query.shape[0] == 0 or scores.shape[0] == 0:
         return
     attend = launch if use_triton(query) else received_attention_oracle
-    attend(query, key_cache, block_table, last_keys, scores, scale=scale)
+    attend(
+        query,
+        key_cache,
+        block_table,
+        last_keys,
+        scores,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )
 
 
 register(
     "received_attention(Tensor query, Tensor key_cache, Tensor block_table, Tensor last_keys, "
-    "Tensor(a!) scores, float scale) -> ()",
+    "Tensor(a!) scores, float scale, int sliding_window=0, float softcap=0.0, "
+    "Tensor? sinks=None) -> ()",
     _run,
 )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_blend.ops.library import INTERPRETED
-from vllm_blend.ops.sparse_attention_kernel import LOG2E, Tiles, dot_keys
+from vllm_blend.ops.sparse_attention_kernel import Tiles, dot_keys, logit_scales
 
 MAX_QUERIES = 32
 """Queries of a call: each program looks through all of ``last_keys`` for the number of keys."""
@@ -20,11 +20,15 @@ SUM_KEYS = 256
 
 
 @triton.jit
-def _count_keys(last_keys, num_queries, MAX_QUERIES: tl.constexpr):
-    """Keys that some query sees."""
+def _seen_keys(last_keys, num_queries, MAX_QUERIES: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that some query sees, and the one after the last."""
     index = tl.arange(0, MAX_QUERIES)
-    last = tl.load(last_keys + index, mask=index < num_queries, other=-1)
-    return tl.max(last, axis=0).to(tl.int32) + 1
+    last = tl.load(last_keys + index, mask=index < num_queries, other=-1).to(tl.int32)
+    end = tl.max(last, axis=0) + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(tl.min(tl.where(last < 0, end, last), axis=0) - WINDOW + 1, 0)
+    return begin, end
 
 
 @triton.jit
@@ -41,7 +45,10 @@ def _load_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows of a tile, ``[BLOCK_M, BLOCK_D]``, and the last key of each, ``[BLOCK_M]``; -1: no query."""
+    """Rows of a tile, ``[BLOCK_M, BLOCK_D]``, and of each its head and its last key, ``[BLOCK_M]``.
+
+    The last key is -1 where there is no query.
+    """
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     index = row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -49,7 +56,41 @@ def _load_rows(
     last = tl.load(last_keys + index, mask=index < num_queries, other=-1).to(tl.int32)
     at = index.to(tl.int64)[:, None] * q_stride_row + head[:, None] * q_stride_head + dim[None, :]
     q = tl.load(query + at, mask=(last >= 0)[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
-    return q, last
+    return q, head, last
+
+
+@triton.jit
+def _scores(
+    q,
+    last,
+    key_cache,
+    block_table,
+    start,
+    end,
+    kv_head,
+    kc_stride_block,
+    kc_stride_slot,
+    kc_stride_head,
+    cap_scale,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``dot_keys`` of the keys ``[start, start + BLOCK_N)``, -inf where a row does not see them."""
+    s = dot_keys(
+        q, key_cache, block_table, start, end, kv_head, kc_stride_block, kc_stride_slot,
+        kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+        cap_scale, SOFTCAP,
+    )  # fmt: skip
+    n = start + tl.arange(0, BLOCK_N)
+    seen = n[None, :] <= last[:, None]
+    if WINDOW > 0:
+        seen &= n[None, :] > last[:, None] - WINDOW
+    return tl.where(seen, s, float("-inf"))
 
 
 # what changes from call to call is not compiled in
@@ -63,7 +104,8 @@ def _lse_kernel(
     block_table,  # [max_num_blocks]
     last_keys,  # [num_queries]
     lse,  # [num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # logit_scales(scale, softcap)
+    cap_scale,
     num_queries,
     num_tiles,
     q_stride_row,
@@ -75,34 +117,36 @@ def _lse_kernel(
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,  # whether there is one
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``lse[part, split, m] = log2(sum over the split's keys of exp(scale * q k))``; -inf: no keys.
+    """``lse[part, split, m] = log2(sum over the split's keys of exp(logit))``; -inf: no keys.
 
     Grid: ``(SPLITS, num_kv_heads * num_tiles)``. A part is BLOCK_M rows of a KV head: row ``m`` of the
     head's ``num_queries * GROUP`` is query ``m // GROUP``, head ``m % GROUP``. A split is every
-    SPLITS-th BLOCK_N keys.
+    SPLITS-th BLOCK_N keys of those that some query sees.
     """
     split, part = tl.program_id(0), tl.program_id(1)
     kv_head = part // num_tiles
-    q, last = _load_rows(
+    q, _head, last = _load_rows(
         query, last_keys, num_queries, kv_head, part % num_tiles, q_stride_row, q_stride_head,
         GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
     )  # fmt: skip
-    num_keys = _count_keys(last_keys, num_queries, MAX_QUERIES)
+    begin, end = _seen_keys(last_keys, num_queries, MAX_QUERIES, WINDOW)
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for start in range(split * BLOCK_N, num_keys, SPLITS * BLOCK_N):
-        s = dot_keys(
-            q, key_cache, block_table, start, num_keys, kv_head, kc_stride_block, kc_stride_slot,
-            kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+    begin = begin // BLOCK_N * BLOCK_N
+    for start in range(begin + split * BLOCK_N, end, SPLITS * BLOCK_N):
+        s = _scores(
+            q, last, key_cache, block_table, start, end, kv_head, kc_stride_block, kc_stride_slot,
+            kc_stride_head, cap_scale, HEAD_SIZE, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D,
+            PRECISION,
         )  # fmt: skip
-        n = start + tl.arange(0, BLOCK_N)
-        s = tl.where(n[None, :] <= last[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
         # a row that has seen no key yet keeps -inf; subtract 0 there, not -inf from -inf
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -125,7 +169,9 @@ def _received_kernel(
     last_keys,  # [num_queries]
     lse,  # [num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
     received,  # [num_kv_heads * num_tiles, max_num_keys]
-    scale_log2,  # scale * log2(e)
+    sinks,  # [num_heads]; only with HAS_SINKS
+    scale_log2,  # logit_scales(scale, softcap)
+    cap_scale,
     num_queries,
     num_tiles,
     max_num_keys,
@@ -138,37 +184,48 @@ def _received_kernel(
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,  # whether there is one
+    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``received[part, n] = sum over the part's rows of exp(scale * q k[n]) / sum(exp(scale * q k))``.
+    """``received[part, n] = sum over the part's rows of exp(logit[n]) / (sum(exp(logit)) + sink)``.
 
-    Grid, parts and splits as ``_lse_kernel``'s; all keys that any query sees are written.
+    ``sink`` stands for its exponential, or 0. Grid, parts and splits are ``_lse_kernel``'s; all keys
+    that any query sees are written.
     """
     split, part = tl.program_id(0), tl.program_id(1)
     kv_head = part // num_tiles
-    q, last = _load_rows(
+    q, head, last = _load_rows(
         query, last_keys, num_queries, kv_head, part % num_tiles, q_stride_row, q_stride_head,
         GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
     )  # fmt: skip
-    num_keys = _count_keys(last_keys, num_queries, MAX_QUERIES)
+    begin, end = _seen_keys(last_keys, num_queries, MAX_QUERIES, WINDOW)
     at = (part * SPLITS + tl.arange(0, SPLITS))[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     of_splits = tl.load(lse + at)
     m = tl.max(of_splits, axis=0)
-    row_lse = m + tl.math.log2(tl.sum(tl.math.exp2(of_splits - m[None, :]), axis=0))
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        m = tl.maximum(m, sink)
+    total = tl.sum(tl.math.exp2(of_splits - m[None, :]), axis=0)
+    if HAS_SINKS:
+        total += tl.math.exp2(sink - m)
+    row_lse = m + tl.math.log2(total)
     to = received + part.to(tl.int64) * max_num_keys
-    for start in range(split * BLOCK_N, num_keys, SPLITS * BLOCK_N):
-        s = dot_keys(
-            q, key_cache, block_table, start, num_keys, kv_head, kc_stride_block, kc_stride_slot,
-            kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+    begin = begin // BLOCK_N * BLOCK_N
+    for start in range(begin + split * BLOCK_N, end, SPLITS * BLOCK_N):
+        s = _scores(
+            q, last, key_cache, block_table, start, end, kv_head, kc_stride_block, kc_stride_slot,
+            kc_stride_head, cap_scale, HEAD_SIZE, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D,
+            PRECISION,
         )  # fmt: skip
-        n = start + tl.arange(0, BLOCK_N)
-        s = tl.where(n[None, :] <= last[:, None], s, float("-inf"))
         p = tl.math.exp2(s * scale_log2 - row_lse[:, None])
-        tl.store(to + n, tl.sum(p, axis=0), mask=n < num_keys)
+        n = start + tl.arange(0, BLOCK_N)
+        tl.store(to + n, tl.sum(p, axis=0), mask=n < end)
 
 
 @triton.jit(
@@ -183,6 +240,7 @@ def _sum_kernel(
     num_parts,
     max_num_keys,
     MAX_QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
     BLOCK_N: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,  # in flight together
 ):
@@ -190,19 +248,20 @@ def _sum_kernel(
 
     Grid: ``(cdiv(max_num_keys, BLOCK_N),)``; a program whose keys no query sees returns.
     """
-    num_keys = _count_keys(last_keys, num_queries, MAX_QUERIES)
+    begin, end = _seen_keys(last_keys, num_queries, MAX_QUERIES, WINDOW)
     start = tl.program_id(0) * BLOCK_N
-    if start >= num_keys:
+    if (start >= end) | (start + BLOCK_N <= begin):
         return
     n = start + tl.arange(0, BLOCK_N)
+    seen = (n >= begin) & (n < end)
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
     for first in range(0, num_parts, BLOCK_PARTS):
         part = first + tl.arange(0, BLOCK_PARTS)
         at = part.to(tl.int64)[:, None] * max_num_keys + n[None, :]
-        mask = (part < num_parts)[:, None] & (n < num_keys)[None, :]
+        mask = (part < num_parts)[:, None] & seen[None, :]
         total += tl.sum(tl.load(received + at, mask=mask, other=0.0), axis=0)
-    before = tl.load(scores + n, mask=n < num_keys, other=0.0)
-    tl.store(scores + n, before + total, mask=n < num_keys)
+    before = tl.load(scores + n, mask=seen, other=0.0)
+    tl.store(scores + n, before + total, mask=seen)
 
 
 def choose_tiles(query: torch.Tensor, group: int) -> Tiles:
@@ -234,6 +293,9 @@ def launch(
     scores: torch.Tensor,
     *,
     scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Launches the kernels; arguments as ``received_attention``'s, unchecked, none of them empty."""
     num_queries, num_heads, head_size = query.shape
@@ -247,12 +309,15 @@ def launch(
     lse = torch.empty(num_parts, splits, tiles.block_m, dtype=torch.float32, device=query.device)
     received = torch.empty(num_parts, max_num_keys, dtype=torch.float32, device=query.device)
     place = (query, key_cache, block_table, last_keys, lse)
+    numbers = (*logit_scales(scale, softcap), num_queries, num_tiles)
     strides = (query.stride(0), query.stride(1), *key_cache.stride()[:3])
     constants = dict(
         MAX_QUERIES=MAX_QUERIES,
         GROUP=group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
+        WINDOW=sliding_window,
+        SOFTCAP=softcap > 0,
         SPLITS=splits,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -262,9 +327,16 @@ def launch(
         num_stages=tiles.num_stages,
     )
     grid = (splits, num_parts)
-    _lse_kernel[grid](*place, scale * LOG2E, num_queries, num_tiles, *strides, **constants)
+    _lse_kernel[grid](*place, *numbers, *strides, **constants)
     _received_kernel[grid](
-        *place, received, scale * LOG2E, num_queries, num_tiles, max_num_keys, *strides, **constants
+        *place,
+        received,
+        received if sinks is None else sinks,
+        *numbers,
+        max_num_keys,
+        *strides,
+        HAS_SINKS=sinks is not None,
+        **constants,
     )
     _sum_kernel[(triton.cdiv(max_num_keys, SUM_KEYS),)](
         received,
@@ -274,6 +346,7 @@ def launch(
         num_parts,
         max_num_keys,
         MAX_QUERIES=MAX_QUERIES,
+        WINDOW=sliding_window,
         BLOCK_N=SUM_KEYS,
         BLOCK_PARTS=8,
         num_warps=4,

@@ -29,9 +29,14 @@ def sparse_attention(
     *,
     scale: float,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` over the keys of the query's request at positions <= its own.
+
+    With a soft cap the logits are ``softcap * tanh(scale * q k^T / softcap)``. With sinks a head's
+    softmax has one logit more, its sink, which takes its share and has no value.
 
     Args:
         query: ``[num_rows, num_heads, head_size]``, rows sorted by request, then position.
@@ -41,6 +46,8 @@ def sparse_attention(
         query_start_loc: first row of each request, then ``num_rows``, ``[num_reqs + 1]`` int32.
         block_table: blocks of each request, ``[num_reqs, max_num_blocks]`` int32.
         sliding_window: a query sees this many keys, its own included; 0: all.
+        softcap: bound of the logits; 0: none.
+        sinks: logits, neither scaled nor capped, ``[num_heads]``, any float type.
         out: written if given, ``[num_rows, num_heads, head_size]``.
 
     Returns:
@@ -51,7 +58,8 @@ def sparse_attention(
     """
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    _check(query, key_cache, value_cache, positions, query_start_loc, block_table, sliding_window, out)
+    _check(query, key_cache, value_cache, positions, query_start_loc, block_table, out, softcap, sinks)
+    check_window(sliding_window)
     torch.ops.vllm_blend.sparse_attention(
         query,
         key_cache,
@@ -62,6 +70,8 @@ def sparse_attention(
         out,
         scale,
         sliding_window,
+        softcap,
+        sinks,
     )
     return out
 
@@ -77,11 +87,14 @@ def sparse_attention_rest(
     prefix_lse: torch.Tensor,
     *,
     scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    """Completes ``out``: adds the keys that ``virtual_requests`` left out.
+    """Completes ``out``: adds the keys that ``virtual_requests`` left out, and the sinks.
 
     Another kernel, which needs no masks, has attended from each tile of rows over the keys up to the
-    tile's first position. Arguments not listed are those of ``sparse_attention``.
+    tile's first position, with the same soft cap and without sinks. Arguments not listed are those of
+    ``sparse_attention``.
 
     Args:
         out: what that kernel returned, ``[num_rows, num_heads, head_size]``; overwritten.
@@ -90,7 +103,7 @@ def sparse_attention_rest(
     Raises:
         ValueError: names the argument that does not fit.
     """
-    _check(query, key_cache, value_cache, positions, query_start_loc, block_table, 0, out)
+    _check(query, key_cache, value_cache, positions, query_start_loc, block_table, out, softcap, sinks)
     lse_shape = (query.shape[1], query.shape[0])
     check("prefix_lse", prefix_lse, lse_shape, (torch.float32,), query)
     check_inner_stride("prefix_lse", prefix_lse)
@@ -104,6 +117,8 @@ def sparse_attention_rest(
         out,
         prefix_lse,
         scale,
+        softcap,
+        sinks,
     )
 
 
@@ -114,8 +129,9 @@ def _check(
     positions: torch.Tensor,
     query_start_loc: torch.Tensor,
     block_table: torch.Tensor,
-    sliding_window: int,
     out: torch.Tensor,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> None:
     """The door of both functions above."""
     check("query", query, ("num_rows", "num_heads", "head_size"), FLOATS, query)
@@ -131,8 +147,7 @@ def _check(
         raise ValueError(
             f"query has {num_heads} heads, which {key_cache.shape[2]} KV heads do not divide"
         )
-    if sliding_window < 0:
-        raise ValueError(f"sliding_window is {sliding_window}; allowed: 0 (none) or more")
+    check_logits(query, softcap, sinks)
     check("out", out, (num_rows, num_heads, head_size), (query.dtype,), query)
     for name, tensor in (
         ("query", query),
@@ -142,6 +157,21 @@ def _check(
         ("out", out),
     ):
         check_inner_stride(name, tensor)
+
+
+def check_window(sliding_window: int) -> None:
+    """Raises ValueError unless it is none or a number of keys."""
+    if sliding_window < 0:
+        raise ValueError(f"sliding_window is {sliding_window}; allowed: 0 (none) or more")
+
+
+def check_logits(query: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> None:
+    """Raises ValueError unless they fit ``query``, ``[num_rows, num_heads, head_size]``."""
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) or more")
+    if sinks is not None:
+        check("sinks", sinks, (query.shape[1],), FLOATS, query)
+        check_inner_stride("sinks", sinks)
 
 
 def sparse_attention_oracle(
@@ -154,6 +184,8 @@ def sparse_attention_oracle(
     *,
     scale: float,
     sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The same in plain PyTorch, computed in ``dtype``; waits for the device."""
@@ -173,10 +205,37 @@ def sparse_attention_oracle(
         seen = keys <= at[:, None]
         if sliding_window:
             seen &= keys > at[:, None] - sliding_window
-        scores = torch.einsum("qhgd,khd->hgqk", q, k) * scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        weights = weights_oracle(q, k, seen, scale, softcap, sinks)
         out[start:end] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
     return out
+
+
+def weights_oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What each query gives to each key, in the type of ``q`` and ``k``.
+
+    Args:
+        q: ``[num_rows, num_kv_heads, group, head_size]``.
+        k: ``[num_keys, num_kv_heads, head_size]``.
+        seen: whether a row sees a key, ``[num_rows, num_keys]``.
+
+    Returns:
+        ``[num_kv_heads, group, num_rows, num_keys]``; rows sum to 1, or with sinks to less.
+    """
+    scores = torch.einsum("qhgd,khd->hgqk", q, k) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1)
+        scores = torch.cat([scores, sink.expand(-1, -1, scores.shape[2], -1)], dim=-1)
+    return scores.softmax(dim=-1)[..., : k.shape[0]]
 
 
 def run(
@@ -189,6 +248,8 @@ def run(
     out: torch.Tensor,
     scale: float,
     sliding_window: int,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """``sparse_attention`` without checks, for callers that made the tensors themselves."""
     if query.shape[0] == 0:
@@ -203,6 +264,8 @@ def run(
             block_table,
             scale=scale,
             sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
         )
         out.copy_(exact)
         return
@@ -218,13 +281,15 @@ def run(
         scale,
         sliding_window,
         tiles,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
 register(
     "sparse_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, "
     "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, float scale, "
-    "int sliding_window) -> ()",
+    "int sliding_window, float softcap=0.0, Tensor? sinks=None) -> ()",
     run,
 )
 
@@ -239,12 +304,22 @@ def _run_rest(
     out: torch.Tensor,
     prefix_lse: torch.Tensor,
     scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     if query.shape[0] == 0:
         return
     if not use_triton(query):
         exact = sparse_attention_oracle(
-            query, key_cache, value_cache, positions, query_start_loc, block_table, scale=scale
+            query,
+            key_cache,
+            value_cache,
+            positions,
+            query_start_loc,
+            block_table,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
         )
         out.copy_(exact)
         return
@@ -260,11 +335,14 @@ def _run_rest(
         0,
         rest_tiles(),
         prefix_lse,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
 register(
     "sparse_attention_rest(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, "
-    "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, Tensor prefix_lse, float scale) -> ()",
+    "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, Tensor prefix_lse, float scale, "
+    "float softcap=0.0, Tensor? sinks=None) -> ()",
     _run_rest,
 )

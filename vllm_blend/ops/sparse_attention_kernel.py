@@ -55,8 +55,13 @@ def dot_keys(
     BLOCK_D: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    cap_scale,
+    SOFTCAP: tl.constexpr,
 ):
-    """``q k^T`` for the keys ``[start, start + BLOCK_N)``, ``[BLOCK_M, BLOCK_N]`` fp32."""
+    """``q k^T`` for the keys ``[start, start + BLOCK_N)``, ``[BLOCK_M, BLOCK_N]`` fp32.
+
+    With SOFTCAP ``tanh(q k^T * scale / softcap)``; ``cap_scale`` is that of ``logit_scales``.
+    """
     n = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
     at = _keys(
@@ -68,7 +73,11 @@ def dot_keys(
         k = tl.load(pointers, mask=(n < limit)[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
     else:
         k = tl.load(pointers)
-    return tl.dot(q, k, input_precision=PRECISION)
+    s = tl.dot(q, k, input_precision=PRECISION)
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (1 + e^2x), which is right at both ends; off by some 2^-23
+        s = 1.0 - 2.0 / (1.0 + tl.math.exp2(s * cap_scale))
+    return s
 
 
 @triton.jit
@@ -129,7 +138,9 @@ def _sparse_attention_kernel(
     block_table,  # [num_reqs, max_num_blocks]
     out,  # [num_rows, num_heads, head_size]
     prefix_lse,  # [num_heads, num_rows], natural log; only with PREFIX_Q
-    scale_log2,  # scale * log2(e)
+    sinks,  # [num_heads]; only with HAS_SINKS
+    scale_log2,  # logit_scales(scale, softcap)
+    cap_scale,
     num_reqs,
     num_tiles,
     q_stride_row,
@@ -154,6 +165,8 @@ def _sparse_attention_kernel(
     BLOCK_D: tl.constexpr,
     HEADS_ABREAST: tl.constexpr,
     PREFIX_Q: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,  # whether there is one
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Flash attention with the mask ``key position <= query position``.
@@ -170,7 +183,8 @@ def _sparse_attention_kernel(
 
     With PREFIX_Q, a multiple of BLOCK_Q, ``out`` holds the attention of each PREFIX_Q rows of a request
     over the keys up to the first one's position, and ``prefix_lse`` the log of the sum of its
-    exponentials; the kernel goes on from there.
+    exponentials; the kernel goes on from there. It knows of no sinks: a sink joins the total once, at
+    the end.
     """
     # --- which tile ---
     pid = tl.program_id(0)
@@ -240,6 +254,7 @@ def _sparse_attention_kernel(
             s = dot_keys(
                 q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
                 kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+                cap_scale, SOFTCAP,
             )  # fmt: skip
             seen = n[None, :] <= position[:, None]
             seen &= n[None, :] > position[:, None] - WINDOW
@@ -255,6 +270,7 @@ def _sparse_attention_kernel(
             s = dot_keys(
                 q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
                 kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, False, PRECISION,
+                cap_scale, SOFTCAP,
             )  # fmt: skip
             v = _values(
                 value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
@@ -267,6 +283,7 @@ def _sparse_attention_kernel(
         s = dot_keys(
             q, key_cache, block_ids, start, end, kv_head, kc_stride_block, kc_stride_slot,
             kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True, PRECISION,
+            cap_scale, SOFTCAP,
         )  # fmt: skip
         seen = n[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -278,6 +295,12 @@ def _sparse_attention_kernel(
         )  # fmt: skip
         acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, True)
 
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        m_new = tl.maximum(m, sink)
+        alpha = tl.math.exp2(m - m_new)
+        total = total * alpha + tl.math.exp2(sink - m_new)
+        acc = acc * alpha[:, None]
     acc = acc / total[:, None]
     tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=lane_mask)
 
@@ -372,7 +395,9 @@ def choose_tiles(query: torch.Tensor, num_kv_heads: int) -> Tiles:
     if INTERPRETED:
         return Tiles(block_m=32, block_n=32, num_warps=4, num_stages=1)
     if query.element_size() == 4 or query.shape[2] > 128:
-        return Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
+        # a result of 64 rows by 512 wants the registers of 8 warps
+        num_warps = 4 if query.shape[2] <= 256 else 8
+        return Tiles(block_m=64, block_n=32, num_warps=num_warps, num_stages=2)
     # Two such programs share a multiprocessor, so one's softmax runs beside the other's products.
     # All heads abreast was better than one at every length from 4k to 32k.
     return Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2, heads_abreast=num_kv_heads)
@@ -383,6 +408,18 @@ def rest_tiles() -> Tiles:
     if INTERPRETED:
         return Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1)
     return Tiles(block_m=128 // SHARES, block_n=32, num_warps=4, num_stages=2)
+
+
+def logit_scales(scale: float, softcap: float) -> tuple[float, float]:
+    """``scale_log2`` and ``cap_scale`` of the kernels; a ``softcap`` of 0 is none.
+
+    What ``dot_keys`` returns, times ``scale_log2``, is the logit in base 2: ``q k^T * scale``, or with
+    a soft cap ``softcap * tanh(x)``, where ``x = q k^T * scale / softcap`` and
+    ``e^2x = 2^(q k^T * cap_scale)``.
+    """
+    if not softcap:
+        return scale * LOG2E, 0.0
+    return softcap * LOG2E, 2 * LOG2E * scale / softcap
 
 
 def launch(
@@ -397,11 +434,14 @@ def launch(
     sliding_window: int,
     tiles: Tiles,
     prefix_lse: torch.Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> Any:
     """Launches the kernel with these tiles; arguments as ``sparse_attention``'s, unchecked.
 
     With ``prefix_lse`` (``[num_heads, num_rows]`` fp32), ``out`` and it hold the attention of
-    ``virtual_requests``, and the kernel adds the keys that those leave out.
+    ``virtual_requests`` without sinks, and the kernel adds the keys that those leave out, and sinks.
     """
     num_rows, num_heads, head_size = query.shape
     num_kv_heads = key_cache.shape[2]
@@ -418,7 +458,8 @@ def launch(
         block_table,
         out,
         out if prefix_lse is None else prefix_lse,
-        scale * LOG2E,
+        out if sinks is None else sinks,
+        *logit_scales(scale, softcap),
         num_reqs,
         num_tiles,
         query.stride(0),
@@ -439,6 +480,8 @@ def launch(
         BLOCK_D=max(16, triton.next_power_of_2(head_size)),
         HEADS_ABREAST=tiles.heads_abreast,
         PREFIX_Q=0 if prefix_lse is None else prefix_rows(group),
+        SOFTCAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
