@@ -178,7 +178,7 @@ def forget(paced: PacedBlender, texts: Sequence[list[int]]) -> None:
 
 def cheapest(paced: PacedBlender, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What to buy for a hundred million tokens, by target."""
-    shape = paced.blender.model.kv_shape
+    shape = paced.blender.model.blending.kv_shape
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
     offers = [Offer(name, LoadTime(0, rate), price) for name, (rate, price) in options.offers.items()]
     rows = []

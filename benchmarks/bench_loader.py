@@ -60,7 +60,7 @@ class Loader:
     ) -> None:
         self.bench, self.store, self.tier = bench, store, tier
         size = (num_tokens - QUESTION_TOKENS) // CHUNKS
-        model = ModelKey("bench", "{}", bench.model.kv_shape)
+        model = ModelKey("bench", "{}", bench.model.blending.kv_shape)
         self.prompts = [bench.tokens(num_tokens, seed) for seed in range(sets)]
         self.keys = [
             [model.chunk(prompt[size * i : size * (i + 1)]) for i in range(CHUNKS)]
@@ -261,7 +261,7 @@ def run(bench: Bench, folder: str, options: argparse.Namespace, timeline: str | 
     """Measures one disk."""
     tier = TracedDisk(folder, 1 << 40)
     sets = options.repeat + 1
-    shape = bench.model.kv_shape
+    shape = bench.model.blending.kv_shape
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
     set_bytes = options.tokens * per_token + CHUNKS * 4096
     memory = {"host_bytes": (sets + 1) * set_bytes, "gpu_bytes": set_bytes}

@@ -15,6 +15,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -28,7 +29,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
 from vllm_blend.blender import BlendPrompt
-from vllm_blend.core import ChunkSpan, StoredKV
+from vllm_blend.core import StoredKV
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
@@ -57,7 +58,12 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.08, 0.16, 0.3])
-    parser.add_argument("--policies", nargs="+", default=["hkvd"], help="how tokens are chosen (hkvd)")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=["static", "ahead*static", "hkvd"],
+        help="how tokens are chosen",
+    )
     parser.add_argument(
         "--drift", action="store_true", help="cuda: beside each blend, one corrected for drift"
     )
@@ -81,8 +87,8 @@ def main() -> None:
         enable_prefix_caching=False,
         enforce_eager=not options.compile,
     )
-    blender = Blender(llm)
-    num_layers = blender.model.kv_shape.num_layers
+    blender = Blender(llm, scored=any("static" in policy for policy in options.policies))
+    num_layers = blender.model.blending.kv_shape.num_layers
     rows, results = [], []
     with tempfile.TemporaryDirectory() as folder:
         for num_tokens in options.tokens:
@@ -108,7 +114,9 @@ def main() -> None:
                 speedup = median(s / b for s, b in zip(times["stock"], blended, strict=True))
                 fresh = len(prompt.token_ids) - prompt.num_reused
                 kept = int(ratio * prompt.num_reused) + fresh
-                floor = stock * (1 + (num_layers - 1) * kept / len(prompt.token_ids)) / num_layers
+                whole_layers = 0 if settings.early else 1  # computed for all rows
+                share = kept / len(prompt.token_ids)
+                floor = stock * (whole_layers + (num_layers - whole_layers) * share) / num_layers
                 rows.append(
                     [
                         len(prompt.token_ids),
@@ -152,6 +160,8 @@ def save(prompt: BlendPrompt, folder: pathlib.Path) -> list[pathlib.Path]:
         tensors = {
             f"{kind}{i}": t.contiguous() for i, kv in layers for kind, t in zip("kv", kv, strict=True)
         }
+        if span.kv.scores is not None:
+            tensors["scores"] = span.kv.scores
         save_file(tensors, files[-1])
     return files
 
@@ -162,7 +172,7 @@ def load(prompt: BlendPrompt, files: list[pathlib.Path]) -> BlendPrompt:
     for span, file in zip(prompt.spans, files, strict=True):
         tensors = load_file(file)
         layers = tuple((tensors[f"k{i}"], tensors[f"v{i}"]) for i in range(len(span.kv.layers)))
-        spans.append(ChunkSpan(span.start, StoredKV(layers), span.token_ids))
+        spans.append(replace(span, kv=StoredKV(layers, tensors.get("scores"))))
     return BlendPrompt(prompt.token_ids, tuple(spans))
 
 

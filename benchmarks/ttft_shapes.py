@@ -212,7 +212,7 @@ class Bench:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.model = blend_model(llm)
-        self.num_layers = self.model.kv_shape.num_layers
+        self.num_layers = self.model.blending.kv_shape.num_layers
         self.vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
         self.device = next(self.model.parameters()).device
         self._tails = 0
@@ -238,9 +238,9 @@ class Bench:
     ) -> dict[str, Callable[[], object]]:
         """What is measured, by name; with ``drift``, all blends also corrected for a made-up one."""
         if drift:
-            shape = self.model.kv_shape
+            shape = self.model.blending.kv_shape
             size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
-            self.model.chunks.drift = Drift(torch.randn(size, device=self.device))
+            self.model.blending.chunks.drift = Drift(torch.randn(size, device=self.device))
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS
@@ -260,7 +260,7 @@ class Bench:
 
     def spans(self, num_tokens: int, place: str) -> tuple[ChunkSpan, ...]:
         """Chunks of random KV, each in memory of its own, as a store keeps them."""
-        shape = self.model.kv_shape
+        shape = self.model.blending.kv_shape
         size = (num_tokens - QUESTION_TOKENS) // CHUNKS
         spans = []
         for chunk in range(CHUNKS):
@@ -272,11 +272,13 @@ class Bench:
             )
             for layer in block:
                 layer.copy_(self.random(layer.shape))
-            spans.append(ChunkSpan(chunk * size, StoredKV(BlockLayers(block)), computed_at=0))
+            scores = torch.rand(size, generator=torch.Generator().manual_seed(chunk))
+            kv = StoredKV(BlockLayers(block), scores)
+            spans.append(ChunkSpan(chunk * size, kv, computed_at=0))
         return tuple(spans)
 
     def random(self, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(size, dtype=self.model.kv_shape.dtype, device=self.device)
+        return torch.randn(size, dtype=self.model.blending.kv_shape.dtype, device=self.device)
 
     def num_kept(self, num_tokens: int, ratio: float) -> int:
         reused = (num_tokens - QUESTION_TOKENS) // CHUNKS * CHUNKS

@@ -118,5 +118,7 @@ def test_policies_that_look_at_a_check_layer_need_the_loop() -> None:
         prompt = engine.ids(40, seed=4)
         kv = exact_kv(engine, prompt)
         plan = BlendPlan((ChunkSpan(3, kv.tokens(3, 30)),), BlendSettings(policy="hkvd"))
-        with pytest.raises(ValueError, match="policy is 'hkvd', which looks at a check layer; Gemma3Model"):
+        with pytest.raises(
+            ValueError, match="policy is 'hkvd', which looks at a check layer; Gemma3ForCausalLM"
+        ):
             run(engine, [prompt], [plan])

@@ -22,13 +22,11 @@ import pytest
 import torch
 from engines import Engine, drifting, make_engine, plan_for, relative_error, run
 
-from vllm_blend import compat
+from vllm_blend import compat, compat_cuda
 from vllm_blend.core import BlendPlan, StoredKV
-from vllm_blend.models import loop
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.state import BlendModelState
-from vllm_blend.select import View, choose_rows
-from vllm_blend.select.asked import Asked
+from vllm_blend.select.question import Questions
 from vllm_blend.store.late import LateKV, LateLayers
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +109,7 @@ def exact(engine: Engine, prompts: list[list[int]], smollm2: Path) -> torch.Tens
 def rounding(engine: Engine, prompts: list[list[int]], exact: torch.Tensor, smollm2: Path) -> float:
     """Distance that rounding alone makes."""
     stock = distance([engine.run(prompt, max_tokens=1)[1] for prompt in prompts], exact)
-    dtype = engine.model.kv_shape.dtype
+    dtype = engine.model.blending.kv_shape.dtype
     other = distance(transformers_logits(smollm2, dtype, prompts, engine), exact)
     print(f"rounding alone: vLLM {stock:.2e}, transformers {other:.2e}")
     assert 0 < min(stock, other) < max(stock, other) < 0.1
@@ -166,9 +164,10 @@ def test_the_parts_are_those_that_these_tests_are_about(engine: Engine, kind: tu
     assert attn.attn_backend.get_name() == backend
     assert type(attn.impl).__name__ == IMPLS[backend]
     assert isinstance(runner.model_state, BlendModelState)
-    assert engine.model.kv_shape.dtype == getattr(torch, dtype)
+    assert engine.model.blending.kv_shape.dtype == getattr(torch, dtype)
 
 
+@pytest.mark.parametrize("policy", ["hkvd", "random", "ahead*static"])
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.16, 0.5, 1.0])
 def test_exact_kv_reproduces_full_prefill(
     engine: Engine,
@@ -177,10 +176,12 @@ def test_exact_kv_reproduces_full_prefill(
     exact: torch.Tensor,
     rounding: float,
     ratio: float,
+    policy: str,
 ) -> None:
     found = []
     for prompt in prompts:
-        found.append(blended(engine, prompt, engine.collect(prompt), question, recomp_ratio=ratio))
+        kv = engine.collect(prompt)
+        found.append(blended(engine, prompt, kv, question, recomp_ratio=ratio, policy=policy))
         kept = int(ratio * (len(prompt) - len(question))) + len(question)
         assert len(engine.flags["imp_indices"]) == kept
     assert distance(found, exact) < 2 * rounding
@@ -198,8 +199,10 @@ def test_any_kv_at_ratio_one_is_full_prefill(
     assert distance(found, exact) < 2 * rounding
 
 
+@pytest.mark.parametrize("policy", ["hkvd", "random"])
 def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     engine: Engine,
+    policy: str,
     orders: list[list[list[int]]],
     prompts: list[list[int]],
     question: list[int],
@@ -211,7 +214,10 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     errors = []
     for ratio in (0.0, 0.5, 1.0):
         pairs = zip(prompts, old_kvs, strict=True)
-        found = [blended(engine, prompt, kvs, question, recomp_ratio=ratio) for prompt, kvs in pairs]
+        found = [
+            blended(engine, prompt, kvs, question, recomp_ratio=ratio, policy=policy)
+            for prompt, kvs in pairs
+        ]
         errors.append(distance(found, exact))
     print(f"at 0, 0.5 and 1: {errors}")
     assert errors[0] > errors[1] > errors[2]
@@ -230,7 +236,7 @@ def test_layer_0_key_of_a_chunk_rotates_to_its_place(
     start = len(chunks[0]) + len(chunks[1])
     place = slice(start, start + len(chunks[2]))
     # before RoPE they are the same; the rotation itself is tests/ops/test_shift_scatter.py's
-    allowed = 4 * torch.finfo(alone[0].dtype).eps
+    allowed = 8 * torch.finfo(alone[0].dtype).eps
     assert relative_error(alone[0], whole[0][place]) < allowed
     assert relative_error(alone[1], whole[1][place]) < allowed
 
@@ -261,77 +267,32 @@ def test_blended_requests_in_one_batch_answer_as_alone(
     assert [together[0], together[2]] == alone
 
 
-@pytest.mark.parametrize("place", ["gpu", "pinned", "pageable"])
-def test_graphs_replay_what_the_layers_compute(
+@pytest.mark.parametrize("policy", ["static", "ahead*static"])
+def test_rows_replay_vllms_graphs(
     engine: Engine,
     chunks: list[list[int]],
     prompt: list[int],
     question: list[int],
     rounding: float,
-    place: str,
+    policy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps of other numbers of rows, the first again; KV in any memory."""
-    graphs = engine.model.graphs
-    backend = engine.model.layers[0].self_attn.attn.attn_backend.get_name()
-    eager = engine.llm.llm_engine.vllm_config.model_config.enforce_eager
-    assert (graphs is not None) == (backend == "FLASH_ATTN" and not eager)
-    if graphs is None:
-        pytest.skip("this engine runs layer by layer")
+    """Rows chosen before the step run on the sizes that vLLM captured; the answer is that without."""
     old_kvs = engine.stored(chunks)
-    if place != "gpu":
-        old_kvs = [[t.cpu().pin_memory() if place == "pinned" else t.cpu() for t in p] for p in old_kvs]
-
-    def logits(kvs: Any, ratio: float) -> torch.Tensor:
-        with engine.blending(kvs, len(question), recomp_ratio=ratio):
-            return engine.run(prompt, max_tokens=1)[1]
-
-    ratios = (0.16, 0.3, 0.2, 0.16)
-    from vllm_blend.models.graph import Replay
-
-    layers: list[int] = []
-    stock = Replay.run
-    monkeypatch.setattr(Replay, "run", lambda self, i: layers.append(i) or stock(self, i))
-    replayed = [logits(old_kvs, ratio) for ratio in ratios]
-    assert layers == [*range(1, len(engine.model.layers) - 1)] * len(ratios)
-    assert len(graphs) > 0
-    monkeypatch.setattr(engine.model, "graphs", None)
-    layer_by_layer = [logits(old_kvs, ratio) for ratio in ratios]
-    assert len(layers) == (len(engine.model.layers) - 2) * len(ratios)
-    for one, other in zip(replayed, layer_by_layer, strict=True):
+    eager = engine.llm.llm_engine.vllm_config.model_config.enforce_eager
+    used: list[Any] = []
+    stock = compat_cuda.graph_for
+    monkeypatch.setattr(compat_cuda, "graph_for", lambda *a: used.append(stock(*a)) or used[-1])
+    settings = [dict(recomp_ratio=ratio, policy=policy) for ratio in (0.16, 0.3, 0.0, 0.16)]
+    replayed = [blended(engine, prompt, old_kvs, question, **each) for each in settings]
+    assert len(used) == len(settings) * (1 + ("ahead" in policy))
+    assert all((graph is None) == eager for graph in used)
+    monkeypatch.setattr(compat_cuda, "graph_for", lambda *_: None)
+    for each, one in zip(settings, replayed, strict=True):
+        other = blended(engine, prompt, old_kvs, question, **each)
         assert relative_error(one, other) < 3 * rounding
-
-
-def test_graphs_captured_ahead_serve_every_step(
-    engine: Engine,
-    chunks: list[list[int]],
-    prompt: list[int],
-    question: list[int],
-    rounding: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As in a server: captures at the first blend, none later."""
-    if engine.model.graphs is None:
-        pytest.skip("this engine runs layer by layer")
-    from vllm_blend.models.graph import ROW_STEPS, AfterCheckGraphs
-
-    old_kvs = [[t.cpu().pin_memory() for t in pair] for pair in engine.stored(chunks)]
-
-    def logits(ratio: float) -> torch.Tensor:
-        with engine.blending(old_kvs, len(question), recomp_ratio=ratio):
-            return engine.run(prompt, max_tokens=1)[1]
-
-    ratios = (0.0, 0.16, 0.6)
-    graphs = AfterCheckGraphs(engine.model.layers, ROW_STEPS[-1], 16, ahead=True)
-    monkeypatch.setattr(engine.model, "graphs", graphs)
-    replayed = [logits(ratios[0])]
-    num_graphs = len(graphs)
-    assert num_graphs == 2 * len(ROW_STEPS)
-    replayed += [logits(ratio) for ratio in ratios[1:]]
-    assert len(graphs) == num_graphs
-    monkeypatch.setattr(engine.model, "graphs", None)
-    for ratio, found in zip(ratios, replayed, strict=True):
-        assert relative_error(found, logits(ratio)) < 3 * rounding
+    after = engine.run(prompt, max_tokens=1)[1]  # the runner's inputs are what they were
+    assert relative_error(after, engine.run(prompt, max_tokens=1)[1]) < rounding
 
 
 def test_a_pass_ahead_sums_the_questions_attention(
@@ -347,32 +308,23 @@ def test_a_pass_ahead_sums_the_questions_attention(
 
     model = AutoModelForCausalLM.from_pretrained(smollm2, attn_implementation="eager")
     with torch.no_grad():
-        layers = model(torch.tensor([prompt]), output_attentions=True).attentions[1:]
+        layers = model(torch.tensor([prompt]), output_attentions=True).attentions
     count = len(question)
     exact = sum(layer[0, :, -count:, :-count].double().sum((0, 1)) for layer in layers)
     found: list[torch.Tensor] = []
+    stock = Questions.received
 
-    def look(view: View, num_kept: int) -> torch.Tensor:
-        assert view.attention_ahead is not None
-        found.append(view.attention_ahead.cpu().double())
-        return choose_rows(view, num_kept)
+    def received(questions: Questions) -> Any:
+        every = stock(questions)
+        (one,) = every.values()
+        found.append(one.cpu().double())
+        return every
 
-    monkeypatch.setattr(loop, "choose_rows", look)
-
-    def error() -> float:
-        blended(engine, prompt, engine.collect(prompt), question, recomp_ratio=0.2, policy="ahead")
-        return relative_error(found.pop(), exact)
-
-    errors = [error()]
-    if engine.model.graphs is not None:
-        assert any(shape.asked for shape in engine.model.graphs._graphs)
-        monkeypatch.setattr(engine.model, "graphs", None)
-        errors.append(error())
-    monkeypatch.setattr(Asked, "on_paged_cache", lambda *_: None)
-    plain = error()
-    print(f"attention of the question: {errors}, plain {plain:.1e}")
-    assert plain < 0.2
-    assert max(errors) < max(1.5 * plain, 2 * rounding)
+    monkeypatch.setattr(Questions, "received", received)
+    blended(engine, prompt, engine.collect(prompt), question, recomp_ratio=0.2, policy="ahead")
+    error = relative_error(found.pop(), exact)
+    print(f"attention of the question: {error:.1e}")
+    assert error < 0.2
 
 
 @pytest.mark.parametrize("drifts", [False, True], ids=["as it is", "drift"])
@@ -395,7 +347,7 @@ def test_stored_kv_may_lie_anywhere(
     uncorrected = plan
     if drifts:
         drift, plan, corrected = drifting(engine, plan, computed_at=5)
-        monkeypatch.setattr(engine.model.chunks, "drift", drift)
+        monkeypatch.setattr(engine.model.blending.chunks, "drift", drift)
     memory = PinnedMemory(1 << 26)
 
     def logits(plan: BlendPlan) -> torch.Tensor:
@@ -429,7 +381,7 @@ def test_stored_kv_may_lie_anywhere(
             found, before_hand, without = logits(plan), logits(corrected), logits(uncorrected)
             assert relative_error(found, before_hand) < 3 * rounding < relative_error(without, found)
         expected = run(engine, [prompt], [plan])
-        if drifts and engine.model.kv_shape.dtype == torch.float32:
+        if drifts and engine.model.blending.kv_shape.dtype == torch.float32:
             assert run(engine, [prompt], [corrected]) == expected
         for kinds in ("pinned",), ("pageable",), ("late",), ("gpu", "pinned", "late", "pageable"):
             spans = tuple(

@@ -18,7 +18,7 @@ from vllm_blend import drift, ranks
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
-from vllm_blend.select.static import movement
+from vllm_blend.select.static import SCORING_TOKENS, movement
 from vllm_blend.settings import STAND_IN_SETTINGS, BlendSettings
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
     from vllm_blend.drift import Drift
     from vllm_blend.store import ChunkKey, ChunkStore
-
-
-SCORING_TOKENS = 512
-"""Of a text of our own that chunks are computed behind for their scores, where there is no stand-in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,7 +417,7 @@ class Blender:
     def _compute(
         self, chunks: Sequence[tuple[TokenIds, TokenIds]], use_tqdm: bool = False
     ) -> list[StoredKV]:
-        """KV of chunks by what they are computed behind and their own token ids, scored if asked for."""
+        """KV of chunks by what they are computed behind and their token ids, scored if asked for."""
         contexts, ids = [context for context, _ in chunks], [ids for _, ids in chunks]
         if not self.scored:
             return self.collect(ids, use_tqdm, contexts=contexts)
@@ -434,8 +430,8 @@ class Blender:
         return [replace(kv, scores=movement(kv, other)) for kv, other in pairs]
 
     def _other(self, context: TokenIds) -> TokenIds:
-        """What a chunk is computed behind once more, to see how its KV moves: the head alone, if that is
-        not all it is computed behind anyway; else a text of our own too."""
+        """What a chunk is computed behind once more, to see how its KV moves: the head alone, if there
+        is more before it anyway; else a text of our own too."""
         if context != self.frame.head:
             return self.frame.head
         room = self.llm.model_config.max_model_len // 4

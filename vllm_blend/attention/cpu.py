@@ -54,6 +54,7 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
             return None
         assert isinstance(fusion.old_kv, tuple)  # segments are for GPUs
         k, v = fusion.old_kv
+        assert self.blend is not None
         rotation = self.blend.rotation
         if not rotation.is_none:
             # a copy: the stock op rotates in place, and stored KV must not change

@@ -25,6 +25,7 @@ class PagedFuse(BlendAttention):
         if fusion.old_kv is None:
             return None
         key_cache, value_cache = self.caches(kv_cache)
+        assert self.blend is not None
         rotation = self.blend.rotation
         if isinstance(fusion.old_kv, StoredSegments):
             tables = fusion.old_kv.tables

@@ -5,7 +5,7 @@
     inner model      ``cache_fuse_metadata`` and ``old_kvs``, where the paper's scripts set them
 
 ``@support_torch_compile`` replaces ``__call__`` of what it compiles, so the subclass's stands outside.
-Which rotation each layer's K has is found by the probe (``models/probe.py``) once the weights are there.
+Which rotation each layer's K has is found by the probe (``models/probe.py``) on the loaded weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,13 @@ from vllm_blend.attention.base import LayerBlend
 from vllm_blend.core import KVShape
 from vllm_blend.door import CacheFuseMetadata
 from vllm_blend.models.blending import Blending
-from vllm_blend.models.loop import FAMILIES, LayerLoop
+from vllm_blend.models.loop import LayerLoop
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.rotation import Rotation
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.ranks import num_ranks
 from vllm_blend.server.config import ServerSettings
+from vllm_blend.settings import LOOP_ARCHITECTURES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +56,7 @@ class BlendModel:
         return state_class(self)
 
 
-@lru_cache(maxsize=None)
+@cache
 def blendable(stock: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """``stock``, a class of vLLM's models, with a blend path; itself, if vLLM builds it another way."""
     names = inspect.signature(stock.__init__).parameters
@@ -131,6 +132,6 @@ def prepare(blending: Blending, model: Any, vllm_config: VllmConfig) -> str | No
         head_size=attns[0].head_size,
         dtype=config.dtype,
     )
-    if type(model).__name__.removeprefix("Blend") in FAMILIES:
+    if type(model).__name__.removeprefix("Blend") in LOOP_ARCHITECTURES:
         blending.loop = LayerLoop(blending.inner)
     return None

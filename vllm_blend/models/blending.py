@@ -147,9 +147,7 @@ class Blending:
         frame.received = questions.received()
         frame.fused |= set(asking)
 
-    def _frame_of(
-        self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None
-    ) -> Frame:
+    def _frame_of(self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None) -> Frame:
         return Frame(
             step,
             inputs.positions,

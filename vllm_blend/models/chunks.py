@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from vllm_blend.core import BlendPlan, BlendStep, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan, StoredKV
 from vllm_blend.drift import Drift, Measurement
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.tiers import Tiers
+from vllm_blend.select.static import movement
 from vllm_blend.server.mail import Lost, News, Orders
 
 
@@ -70,7 +72,7 @@ class ChunkKV:
             if self.tiers is not None:
                 kv = self.tiers.nearest(span.key) or kv
             tokens = kv.tokens(span.offset, end)
-            spans.append(ChunkSpan(span.start, tokens, computed_at=span.computed_at))
+            spans.append(ChunkSpan(span.start, tokens, computed_at=span.computed_at, exact=span.exact))
         return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
 
     def keep(self, step: BlendStep) -> None:
@@ -87,8 +89,16 @@ class ChunkKV:
                 self.drift = self._measurement.take(plan.drift, kv, plan.start) or self.drift
             if plan.key is None:
                 continue
-            if self.tiers is None or plan.chunk is None or not self.tiers.put(plan.key, plan.chunk, kv):
-                kv = kv if self.memory is None else self.memory.copy(plan.key, kv)
+            if plan.scored:
+                base = self._chunks.get(plan.key)
+                if base is None:  # dropped meanwhile
+                    continue
+                kv = replace(base, scores=movement(kv, base))
+            in_store = False
+            if self.tiers is not None and plan.chunk is not None:
+                in_store = self.tiers.put(plan.key, plan.chunk, kv)
+            if not in_store and not plan.scored and self.memory is not None:
+                kv = self.memory.copy(plan.key, kv)
             self._chunks[plan.key] = kv
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -142,14 +141,11 @@ class Frame:
 
     def shrink(self, kept: dict[StepRequest, torch.Tensor]) -> torch.Tensor:
         """Drops the chunk rows not in ``kept``; returns the indices of the rows that stay."""
-        before, first = self._rows, self._rows is None
+        before = self._rows
         self.kept |= kept
-        if all(index.device.type == "cpu" for index in self.kept.values()):
-            rows = self._kept_rows(torch.device("cpu"))
-            self._take(rows)
-            return self.rows if first else torch.searchsorted(before, self.rows)
-        self._take(self._kept_rows(self.device))
-        return self.rows if first else torch.searchsorted(before, self.rows)
+        on_host = all(index.device.type == "cpu" for index in self.kept.values())
+        self._take(self._kept_rows(torch.device("cpu") if on_host else self.device))
+        return self.rows if before is None else torch.searchsorted(before, self.rows)
 
     def own_rows_of(self, requests: Iterable[StepRequest]) -> None:
         """Leaves only the rows of ``requests`` that no stored KV stands for."""

@@ -19,15 +19,12 @@ from vllm_blend.models.rows import Inputs
 from vllm_blend.ranks import of_first
 from vllm_blend.select import View, choose_rows, num_kept
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose layers the loop knows how to call."""
-
 
 class LayerLoop:
     """The loop over a model's layers.
 
     Args:
-        inner: vLLM's inner model, of one of ``FAMILIES``.
+        inner: vLLM's inner model, of one of ``LOOP_ARCHITECTURES``.
     """
 
     def __init__(self, inner: Any) -> None:

@@ -1,13 +1,13 @@
-"""Can this model blend? Two probes on the loaded weights decide, layer by layer, before the first request.
+"""Can this model blend? Two probes on the loaded weights decide, layer by layer, before any request.
 
-    shift      a prompt at its positions, and again at later ones: each layer's K must be turned by one of
-               the model's rotary modules ("rope"), or stay as it is ("nope"), and the last hidden state
-               must not move
-    identity   the prompt's exact KV, with some of its rows chosen at random and computed again, must give
-               full prefill's last hidden state; the same KV seven tokens off must not
+    shift      a prompt at its positions, and again at later ones: each layer's K must be turned by one
+               of the model's rotary modules ("rope"), or stay as it is ("nope"), and the last hidden
+               state must not move
+    identity   the prompt's exact KV, with some of its rows chosen at random and computed again, must
+               give full prefill's last hidden state; the same KV seven tokens off must not
 
-They run through vLLM's own runner, on blocks that nobody uses yet. What was found is kept in vLLM's cache
-folder, so the next start of the same model takes no time.
+They run through vLLM's own runner, on blocks that nobody uses yet. What was found is kept in vLLM's
+cache folder, so the next start of the same model takes no time.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class Verdict:
         rope = sum(index >= 0 for index in self.rotations)
         kinds = len({index for index in self.rotations if index >= 0})
         return (
-            f"{rope} layers with RoPE ({kinds} rotations), {len(self.rotations) - rope} without; shifted "
-            f"positions move the last hidden state by {self.shift_error:.1g}, exact KV at random rows by "
-            f"{self.identity_error:.1g}, wrong KV by {self.control_error:.1g}"
+            f"{rope} layers with RoPE ({kinds} rotations), {len(self.rotations) - rope} without; the "
+            f"last hidden state moves by {self.shift_error:.1g} with shifted positions, by "
+            f"{self.identity_error:.1g} with exact KV at random rows, by {self.control_error:.1g} with "
+            "wrong KV"
         )
 
 
@@ -130,8 +131,8 @@ class Probing:
             rotation, errors = self._kind(index, k[0], moved[0])
             if least([int(rotation is not None)]) == [0]:
                 worst = worst or (
-                    f"layer {index}'s K moves with its position otherwise than any rotary module of the "
-                    f"model turns it (off by {min(errors):.2g}, allowed {self._tolerance})"
+                    f"layer {index}'s K moves with its position otherwise than any rotary module of "
+                    f"the model turns it (off by {min(errors):.2g}, allowed {self._tolerance})"
                 )
             found.append(-1 if rotation is None else rotation)
         if worst:
@@ -139,8 +140,8 @@ class Probing:
         shift_error = relative_error(shifted, expected)
         if not shift_error < self._tolerance:
             return Verdict(
-                f"its answer depends on where a prompt's positions begin (the last hidden state moves by "
-                f"{shift_error:.2g}, allowed {self._tolerance})"
+                f"its answer depends on where a prompt's positions begin (the last hidden state moves "
+                f"by {shift_error:.2g}, allowed {self._tolerance})"
             )
         self.give(found)
         kv = [(self._rotation(i).undo(k, self._positions()), v) for i, (k, v) in enumerate(here)]
@@ -150,8 +151,8 @@ class Probing:
         verdict = Verdict("", tuple(found), shift_error, identity, control)
         if not identity < self._tolerance:
             return Verdict(
-                f"with exact KV and random rows its last hidden state is off by {identity:.2g} (allowed "
-                f"{self._tolerance})"
+                f"with exact KV and random rows its last hidden state is off by {identity:.2g} "
+                f"(allowed {self._tolerance})"
             )
         return verdict
 
@@ -261,7 +262,7 @@ class Probing:
         ]
         output.num_scheduled_tokens = {request_id: self._num_tokens}
         output.total_num_scheduled_tokens = self._num_tokens
-        output.num_common_prefix_blocks = [0] * len(groups)  # type: ignore[attr-defined]
+        output.num_common_prefix_blocks = [0] * len(groups)
         yield [output]
         ended = SchedulerOutput.make_empty()
         ended.finished_req_ids = {request_id}

@@ -181,9 +181,7 @@ def _turns(module: Any) -> Iterator[Turn]:
         table = torch.cat([cos[:, :half], sin[:, :half]], dim=1)
         if not neox and not torch.equal(cos[:, :half], cos[:, half:]):
             table = torch.cat([cos[:, ::2], sin[:, ::2]], dim=1)
-        turned = Rotation(table, neox).rotate(
-            x[:, None].float(), torch.arange(len(x), device=x.device)
-        )
+        turned = Rotation(table, neox).rotate(x[:, None].float(), torch.arange(len(x), device=x.device))
         return turned[:, 0]
 
     # the wrong way may change the module: vLLM's casts its table to the type of what it gets

@@ -1,11 +1,11 @@
 """Rows first: the model's own forward on the rows that were chosen before it.
 
-    rows     every token that no stored KV stands for, and the chunk tokens that the policy chose
-    step     input_ids[rows], positions[rows], a forward context that describes those rows in every
-             layer -> the model's own forward, compiled or not, on vLLM's CUDA graphs where one fits
-    layers   each attention op writes stored K, rotated to its place, and V to the slots that no row
-             takes; then the rows attend over the paged cache
-    output   hidden states back at their places among all rows, for vLLM's runner
+rows     every token that no stored KV stands for, and the chunk tokens that the policy chose
+step     input_ids[rows], positions[rows], a forward context that describes those rows in every
+         layer -> the model's own forward, compiled or not, on vLLM's CUDA graphs where one fits
+layers   each attention op writes stored K, rotated to its place, and V to the slots that no row
+         takes; then the rows attend over the paged cache
+output   hidden states back at their places among all rows, for vLLM's runner
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def placed(target: torch.Tensor | None, values: torch.Tensor | None) -> Iterator
 
 
 def forward(frame: Frame, inputs: Inputs, attns: Sequence[Any]) -> torch.Tensor:
-    """Hidden states of all rows of the step, ``[num_tokens, hidden_size]``; 0 where none are computed."""
+    """Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none are computed."""
     hidden = inputs.run_on(frame, attns)
     output = hidden.new_zeros(inputs.positions.shape[0], hidden.shape[1])
     return output.index_copy_(0, frame.rows, hidden)

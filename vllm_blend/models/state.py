@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class BlendModelState:
-    """Mixin for the states of vLLM's V2 runner: remembers each request's plan, and tells the model which
-    rows of a step have one.
+    """Mixin for the states of vLLM's V2 runner: remembers each request's plan, and tells the model
+    which rows of a step have one.
 
     Attributes:
         plans: by request id; requests without a plan are not in it.
@@ -105,11 +105,11 @@ def state_class(model: BlendModel) -> type[Any]:
         found = stock.get_model_state_cls()
     else:
         bare = torch.nn.Module()  # the model, without the method that asks this
-        bare.model = model
+        bare.add_module("model", model)  # type: ignore[arg-type]
         found = resolve_model_state_cls(model.blending.vllm_config, bare)
     return found if model.blending.unsupported is not None else _with_plans(found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _with_plans(stock: type[Any]) -> type[Any]:
     return type(f"Blend{stock.__name__}", (BlendModelState, stock), {})

@@ -7,6 +7,9 @@ import torch
 from vllm_blend.core import StoredKV
 from vllm_blend.ranks import summed
 
+SCORING_TOKENS = 512
+"""Of a text of our own that chunks are computed behind for their scores, where there is no stand-in."""
+
 
 def movement(one: StoredKV, other: StoredKV) -> torch.Tensor:
     """Scores of a chunk's tokens, ``[num_tokens]`` float32 on the host: over all layers, the squared

@@ -1,6 +1,7 @@
 """Chunks that a request missed, computed for the next one within a budget.
 
-Each is a request of the engine's own, behind the chunk's context. It is let in when
+Each is a request of the engine's own, behind the chunk's context; where tokens are chosen by scores, it
+is computed once more behind another one. It is let in when
 the engine has nothing else to do, or when as many tokens of requests were computed as the server's
 share asks for. In the first case it goes window by window, and stands back when requests come, until
 the share has room for the rest of it.
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_blend.core import ChunkIds, ChunkKey, CollectPlan
+from vllm_blend.prompt import TokenIds
 from vllm_blend.server.chunks import KnownChunks, chunk_key
 
 MAX_WAITING = 4096
@@ -36,6 +38,8 @@ class Background:
         max_tokens: of a chunk and its context; longer ones are not computed.
         share: of the computed tokens, for an engine that is not idle.
         make_request: an engine request of ``(request_id, token_ids, plan)``.
+        scoring: what a chunk's KV is computed behind once more for its tokens' scores, if that is
+            wanted.
 
     Attributes:
         window: tokens of a chunk that a step of an idle engine computes at most.
@@ -49,6 +53,7 @@ class Background:
         max_tokens: int,
         share: float,
         make_request: Callable[[str, list[int], CollectPlan], Any],
+        scoring: Callable[[ChunkIds], TokenIds | None] = lambda chunk: None,
     ) -> None:
         self.chunks = chunks
         self.max_tokens = max_tokens
@@ -58,6 +63,8 @@ class Background:
         self.num_dropped = 0
         self.window = 2 * MIN_WINDOW
         self._make_request = make_request
+        self._scoring = scoring
+        self._unscored: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
         self._waiting: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
         self._running: dict[str, CollectPlan] = {}
         self._paid: set[str] = set()  # of these; all that they need was taken from the credit
@@ -65,14 +72,14 @@ class Background:
         self.stalled = False
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return self.num_waiting + len(self._running)
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._waiting or any(plan.key == key for plan in self._running.values())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._unscored)
 
     @property
     def num_running(self) -> int:
@@ -91,6 +98,8 @@ class Background:
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
         costs = [_cost(chunk) for chunk in self._waiting.values()]
+        for chunk in self._unscored.values():
+            costs.append(len(self._scoring(chunk) or ()) + len(chunk.token_ids))
         costs += [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
         self.credit = min(self.credit + self.share * num_tokens, float(max(costs, default=0)))
 
@@ -100,23 +109,31 @@ class Background:
         To be called before each step; ``idle``: the engine has no requests but these.
         """
         self._idle = idle
-        if not self._waiting or self._running:
+        if self._running:
             return []
-        key, chunk = next(iter(self._waiting.items()))
-        cost = _cost(chunk)
+        for key in [key for key in self._unscored if key not in self.chunks]:
+            del self._unscored[key]  # dropped meanwhile
+        queue = self._waiting or self._unscored
+        if not queue:
+            return []
+        key, chunk = next(iter(queue.items()))
+        scored = queue is self._unscored
+        context = self._scoring(chunk) if scored else chunk.context
+        assert context is not None
+        cost = len(context) + len(chunk.token_ids)
         if not idle and self.credit < cost:
             return []
-        del self._waiting[key]
-        if self.chunks.reserve(chunk) is None:
+        del queue[key]
+        if not scored and self.chunks.reserve(chunk) is None:
             # what is kept is in use, or the chunk is larger than all there is
             self.num_dropped += 1
             return []
-        plan = CollectPlan(start=len(chunk.context), num_prompt_tokens=cost, key=key, chunk=chunk)
+        plan = CollectPlan(len(context), num_prompt_tokens=cost, key=key, chunk=chunk, scored=scored)
         request_id = f"vllm_blend-chunk-{next(_numbers)}"
         self._running[request_id] = plan
         if not idle:
             self._pay(request_id, cost)
-        return [self._make_request(request_id, [*chunk.context, *chunk.token_ids], plan)]
+        return [self._make_request(request_id, [*context, *chunk.token_ids], plan)]
 
     def room(self, request_id: str, left: int, num_new: int, running: bool) -> int:
         """How many of the ``num_new`` tokens that a step has room for a chunk's request takes.
@@ -148,10 +165,14 @@ class Background:
         """The model's process has the request's KV, or the request was aborted."""
         plan = self._running.pop(request_id)
         self._paid.discard(request_id)
-        assert plan.key is not None
+        assert plan.key is not None and plan.chunk is not None
+        if plan.scored:
+            return
         if completed:
             self.num_computed += 1
             self.chunks.commit(plan.key)
+            if self._scoring(plan.chunk) is not None:
+                self._unscored[plan.key] = plan.chunk
         else:
             self.chunks.cancel(plan.key)
 

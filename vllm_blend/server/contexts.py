@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from vllm_blend import drift
 from vllm_blend.prompt import TokenIds, chat_frame, head_ids, plain_frame, text_ids
+from vllm_blend.select.static import SCORING_TOKENS
 from vllm_blend.server.match import Run
 
 
@@ -16,10 +18,13 @@ class Contexts(NamedTuple):
     Attributes:
         first: of a chunk that stands first in its prompt.
         later: of the others; the same where there is no stand-in.
+        scoring: what ``later`` chunks are computed behind once more, for their tokens' scores; None:
+            there is nothing to be had.
     """
 
     first: TokenIds
     later: TokenIds
+    scoring: TokenIds | None = None
 
     def at(self, start: int, first_start: int) -> TokenIds:
         """What suits a chunk at ``start`` of a prompt whose first chunk is at ``first_start``."""
@@ -83,9 +88,12 @@ def chunk_contexts(
         frame = plain_frame(tokenizer)
     first = head_ids(tokenizer, frame, head, ())
     later = first + (text_ids(tokenizer, stand_in, "stand_in of vllm_blend") if stand_in else ())
-    if len(later) > model_config.max_model_len - 2:
+    longest = model_config.max_model_len
+    if len(later) > longest - 2:
         raise ValueError(
-            f"system, head and stand_in of vllm_blend have {len(later)} tokens; allowed: "
-            f"{model_config.max_model_len - 2}"
+            f"system, head and stand_in of vllm_blend have {len(later)} tokens; allowed: {longest - 2}"
         )
-    return Contexts(first, later)
+    scoring = first
+    if first == later:
+        scoring += text_ids(tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, longest // 4)]
+    return Contexts(first, later, scoring)

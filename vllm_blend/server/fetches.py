@@ -171,7 +171,7 @@ class Fetches:
         """Chunks that are not in memory, of which a prompt has at least a part."""
         indexes = {
             context: self._index((tenant, context))
-            for context in dict.fromkeys(self._contexts)
+            for context in dict.fromkeys(self._contexts[:2])
             if (tenant, context) in self._below
         }
         if not indexes:
@@ -236,7 +236,7 @@ class Fetches:
 
     def take_orders(self, drop: tuple[ChunkKey, ...]) -> Orders:
         """What the model's process is to do; ``drop`` beside it."""
-        contexts = frozenset(self._contexts)
+        contexts = frozenset((self._contexts.first, self._contexts.later))
         orders = Orders(
             drop,
             fetch=tuple(self._to_ask),

@@ -55,7 +55,8 @@ class Lookup:
             if key is None or context is None:
                 missed += 1
             else:
-                spans.append(KeyedSpan(start, end, key, computed_at=len(context)))
+                exact = tokens[:start] == context
+                spans.append(KeyedSpan(start, end, key, computed_at=len(context), exact=exact))
         if wish.auto:
             windows = Windows.of(tokens)
             spans += self._find(tenant, windows, spans)
@@ -72,7 +73,7 @@ class Lookup:
     def known(self, chunk: ChunkIds) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
         """The key of a chunk that is in memory, else of the same tokens' for another place; and what
         that is computed behind."""
-        for context in dict.fromkeys((chunk.context, *self._contexts)):
+        for context in dict.fromkeys((chunk.context, *self._contexts[:2])):
             if (key := self._chunks.get(replace(chunk, context=context))) is not None:
                 return key, context
         return None, None
@@ -83,7 +84,7 @@ class Lookup:
         prompt = windows.head(len(windows.tokens) - 1)
         runs = [
             (run, context)
-            for context in dict.fromkeys(self._contexts)
+            for context in dict.fromkeys(self._contexts[:2])
             for run in self._chunks.find(tenant, context, prompt, self._min_tokens)
         ]
         places = [(span.start, span.end) for span in taken]
@@ -92,7 +93,10 @@ class Lookup:
         spans = []
         for run, context in suited:
             assert isinstance(run.key, bytes)
-            spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, len(context) + run.offset))
+            behind = context + self._chunks.chunk(run.key).token_ids[: run.offset]
+            same_length = len(behind) == run.start
+            exact = same_length and windows.tokens[: run.start].tolist() == list(behind)
+            spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, len(behind), exact))
             if context != (better := self._contexts.at(run.start, first_start)):
                 self.miss(replace(self._chunks.chunk(run.key), context=better))
         return spans

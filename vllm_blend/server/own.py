@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_blend.core import EXTRA_ARG, KeyedPlan
+from vllm_blend.core import EXTRA_ARG, ChunkIds, KeyedPlan
+from vllm_blend.prompt import TokenIds
 from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
@@ -65,7 +66,10 @@ class OwnRequests:
         self.pace: Pace | None = None
         if settings.store is not None:
             self.pace = Pace.of(vllm_config, settings, self._make)
-        self.background = Background(chunks, longest, settings.background_share, self._make)
+        self.background = Background(
+            chunks, longest, settings.background_share, self._make, self._scoring
+        )
+        self._scored = "static" in settings.blend.policies
         self._chunks = chunks
         self._hasher, self._block_size = hasher, block_size
         self._on_ready = on_ready
@@ -131,6 +135,12 @@ class OwnRequests:
                 self._chunks.refuse(PACE_KEY)  # what it was measured with is not needed any more
                 logger.info("vllm_blend: %s", self.pace)
                 self._on_ready()
+
+    def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
+        """What a chunk is computed behind for its scores; None: it needs none."""
+        if not self._scored or chunk.context != self.contexts.later:
+            return None  # one that stands first in its prompt is exact there
+        return self.contexts.scoring
 
     def _measured(self) -> bool:
         """Whether the engine is measured, or need not be."""
