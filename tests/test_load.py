@@ -48,7 +48,7 @@ def test_memory_of_an_aborted_request_is_not_given_away_before_it_is_read(
         assert extent is not None
         tensor = arena.tensor(extent, 2 * 4 * 8).view(torch.float32).view(2, 2, 4)
         plan = BlendPlan((ChunkSpan(1, StoredKV(((tensor, tensor),))),), BlendSettings())
-        in_flight.hold(BlendStep([StepRequest(plan, 0, 0, 3, device)], 3, "auto"), device)
+        in_flight.hold(BlendStep([StepRequest(plan, 0, 0, 3, device)], [0, 3], "auto"), device)
         extents.append(extent)
     del tensor, plan
     for extent in extents:
@@ -171,7 +171,7 @@ KINDS = [
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-@pytest.mark.parametrize("first_layer", [1, 2])
+@pytest.mark.parametrize("first_layer", [0, 1, 2])
 def test_every_layer_is_read_as_it_is_stored(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], order: str, first_layer: int
 ) -> None:
@@ -396,7 +396,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     stored.done(1)
 
 
-def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> None:
+def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
     """What ``segment_scatter`` does, by the CPU's own fuse."""
     stored = fusion.old_kv
     if isinstance(stored, StoredSegments):
@@ -411,7 +411,7 @@ def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion)
         k, v = (torch.cat(part) for part in zip(*parts, strict=True))
         slots = stored.slot_mapping[torch.cat(rows)]
         fusion = replace(fusion, old_kv=(k, v), positions=torch.cat(positions), slot_mapping=slots)
-    CPUBlendImpl.fuse(self, layer, kv_cache, fusion)
+    return CPUBlendImpl.fuse(self, layer, kv_cache, fusion)
 
 
 @pytest.mark.parametrize("copies", ["early", "late"])
@@ -419,21 +419,27 @@ def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion)
 def test_an_engine_answers_through_the_ring_as_without_it(
     llama: Engine, monkeypatch: pytest.MonkeyPatch, segments: bool, copies: str
 ) -> None:
-    """Three requests in a step: one is also passed ahead, one chooses twice."""
+    """Requests in a step that choose before layer 0, at a check layer, and twice; two are asked before.
+    Then those that choose before layer 0 alone."""
     chunks = [llama.ids(count, count) for count in (5, 30, 11)]
     question = llama.ids(4, 1)
     settings: list[dict[str, Any]] = [
-        dict(recomp_ratio=0.3, policy="ahead"),
+        dict(recomp_ratio=0.3, policy="ahead*hkvd"),
         dict(recomp_ratio=0.3),
         dict(check_layers=[1, 3], recomp_ratios=[0.6, 0.2]),
+        dict(recomp_ratio=0.3, policy="ahead"),
+        dict(recomp_ratio=0.3, policy="random"),
     ]
-    plans = [plan_for(llama, chunks, question[:n], question, **s) for n, s in enumerate(settings)]
+    plans = [plan_for(llama, chunks, question[: n % 3], question, **s) for n, s in enumerate(settings)]
     prompts, kvs = zip(*plans, strict=True)
-    expected = run(llama, list(prompts), list(kvs))
+    steps = [(list(prompts[first:]), list(kvs[first:])) for first in (0, 3)]
+    expected = [run(llama, *step) for step in steps]
     device = Device(monkeypatch, copies)
     if segments:
         impl = type("Segments", (CPUBlendImpl,), {"fuses_segments": True, "fuse": fuse_segments})
         for layer in llama.model.layers:
             monkeypatch.setattr(layer.self_attn.attn.impl, "__class__", impl)
-    assert run(llama, list(prompts), list(kvs)) == expected
-    assert device.launched
+    for step, answers in zip(steps, expected, strict=True):
+        device.launched.clear()
+        assert run(llama, *step) == answers
+        assert device.launched
