@@ -13,6 +13,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_blend.attention import xformers, xformers_parts
+from vllm_blend.attention.base import RowPlaces
+from vllm_blend.core import BlendStep, StepRequest
 
 STEPS = {
     "fresh": ([40, 7, 1], [40, 7, 1]),
@@ -144,6 +146,16 @@ class Step:
         builder = object.__new__(xformers.XFormersMetadataBuilder)
         builder.short = xformers.SHORT
         return builder.build(0, self.common)
+
+    def places(self, requests: list[StepRequest], rows: torch.Tensor) -> RowPlaces:
+        """``rows`` of the step, in which ``requests`` blend, as a blend's frame describes them."""
+        device = self.query.device
+        return RowPlaces(
+            BlendStep(requests, self.starts.tolist(), "auto"),
+            rows.to(device),
+            self.last()[rows.cpu()].to(device),
+            torch.searchsorted(rows.cpu(), self.starts.long()).to(device, torch.int32),
+        )
 
     def impl(self, window: int) -> xformers.XFormersImpl:
         heads, kv_heads, scale = self.num_heads, self.num_kv_heads, self.head_size**-0.5

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm_blend.attention import blend_impl, xformers, xformers_parts
 from vllm_blend.attention.xformers import XFormersBackend, XFormersImpl, XFormersMetadataBuilder
 from vllm_blend.attention.xformers_parts import Way, split, split_kept
-from vllm_blend.core import BlendPlan, BlendStep, StepRequest
+from vllm_blend.core import BlendPlan, StepRequest
 from vllm_blend.plugin import register
 from vllm_blend.settings import BlendSettings
 
@@ -297,7 +297,7 @@ def test_kept_rows_see_exactly_their_keys_or_those_of_the_papers_mask(
         StepRequest(BlendPlan((), BlendSettings()), 41, 45, 30, device),
     ]
     rows = torch.tensor([0, 3, 4, 9, 30, 39, 40, 41, 50, 69, 70, 71, 72])
-    metadata = XFormersImpl.metadata(None, stock, BlendStep(requests, 73, "auto"), rows)
+    metadata = XFormersImpl.metadata(None, stock, step.places(requests, rows))
     last = step.last()[rows]
     if mask == "bottom_right":
         last[1:7] = torch.arange(34, 40)
