@@ -29,10 +29,15 @@ def tokens(output: Any) -> list[int]:
 
 
 def computed(blender: Blender) -> list[tuple[int, ...]]:
-    """Grows by the chunks whose KV is computed."""
+    """Grows by the chunks whose KV is computed; what they are computed behind is not among them."""
     found: list[tuple[int, ...]] = []
-    collect = blender.collect
-    blender.collect = lambda chunks, *a, **kw: found.extend(chunks) or collect(chunks, *a, **kw)  # type: ignore
+    compute = blender._compute
+
+    def look(chunks: Any, *args: Any) -> Any:
+        found.extend(ids for _, ids in chunks)
+        return compute(chunks, *args)
+
+    blender._compute = look  # type: ignore[method-assign]
     return found
 
 
