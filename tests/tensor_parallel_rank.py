@@ -16,14 +16,14 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
-POLICIES = ("hkvd", "hkvd_kv", "random", "query*hkvd", "ahead")
+POLICIES = ("hkvd", "hkvd_kv", "random", "query*hkvd", "ahead", "static", "ahead*hkvd")
 NUM_CHUNKS, CHUNK = 4, 60
 
 
 def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    from vllm_blend import Blender, BlendSettings
+    from vllm_blend import Blender, BlendSettings, compat_cuda
     from vllm_blend.paced import PacedBlender
     from vllm_blend.store import ChunkStore, DiskTier
 
@@ -44,6 +44,13 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     texts = [tokens(number, CHUNK) for number in range(NUM_CHUNKS)]
     question = tokens(99, 9)
     found: dict[str, Any] = {}
+    graph_for, graphs = compat_cuda.graph_for, []
+
+    def remember(*args: Any) -> Any:
+        graphs.append(graph_for(*args))
+        return graphs[-1]
+
+    compat_cuda.graph_for = remember
 
     def answer(blender: Blender, name: str, settings: BlendSettings | None) -> None:
         prompt = blender.prompt(blender.chunks(texts), question)
@@ -61,7 +68,7 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     folder = out.parent / f"chunks-{NUM_RANKS}"
     settings = BlendSettings(recomp_ratio=0.2)
     with ChunkStore([DiskTier(folder, budget_bytes=10**9)], host_bytes=10**8) as store:
-        blender = Blender(llm, settings, store=store)
+        blender = Blender(llm, settings, store=store, scored=True)
         answer(blender, "full", None)
         answer(blender, "all", replace(settings, recomp_ratio=1.0))
         for policy in POLICIES:
@@ -71,7 +78,7 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
             digest = blender.key(blender.token_ids(texts)[0]).digest
             next(folder.rglob(f"{digest.hex()}*")).unlink()
     with ChunkStore([DiskTier(folder, budget_bytes=10**9)], host_bytes=10**8) as store:
-        blender = Blender(llm, settings, store=store)
+        blender = Blender(llm, settings, store=store, scored=True)
         answer(blender, "again", settings)
         store.flush()
         found["stats"] = store.stats()
@@ -80,7 +87,8 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
                 PacedBlender(blender)
             except ValueError as error:
                 found["paced"] = str(error)
-    found["graphs"] = len(blender.model.graphs or ())
+        found["scores"] = [chunk.kv.scores.tolist() for chunk in blender.chunks(texts)]
+    found["replayed"] = any(graphs)
     Path(f"{out}{RANK}").write_text(json.dumps(found))
 
 
