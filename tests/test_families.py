@@ -33,6 +33,13 @@ def marked(names: Any) -> list[Any]:
     return [n if n in MAIN else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folders() -> None:
+    """Written before any engine: vLLM's Transformers backend replaces parts of transformers."""
+    for name in FAMILIES:
+        family_folder(name)
+
+
 @pytest.fixture(scope="module", params=marked(CAN))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     row = FAMILIES[request.param]

@@ -210,7 +210,8 @@ def install_front_hooks() -> None:
 
 def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
     """In the model's process: the runner's forward, the worker's outputs, the end of its start."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
@@ -219,8 +220,14 @@ def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
     for name in ("execute_model", "sample_tokens"):
         _wrap(Worker, name, _with_mail)
-    for worker in (Worker, CPUWorker):
+    workers: list[Any] = [Worker]
+    if current_platform.is_cpu():  # on a GPU its import stands in for parts of torch
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        workers.append(CPUWorker)
+    for worker in workers:
         _wrap(worker, "compile_or_warm_up_model", _probe)
+    _wrap(ModelCudaGraphManager, "capture", compat_cuda.capture_for_rows)
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
 
 

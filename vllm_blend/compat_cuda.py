@@ -9,6 +9,9 @@
 ``torch.ops._vllm_fa3_C.fwd``   called as such: vLLM's ``flash_attn_varlen_func`` has no ``seqused_q``,
     without which requests must stand in the order of their rows.
     Goes when it has.
+``ModelCudaGraphManager.capture`` (the V2 runner)   wrapped, and ``_capture_descs`` added to meanwhile,
+    so that there are graphs for as many rows as blended prompts have.
+    Goes when vLLM captures sizes that its own batches do not use.
 ``CUDAGraphWrapper._all_instances``   read, for the sizes that vLLM has captured: a step that blends
     replays the graphs for its rows.
     Goes when vLLM tells which sizes it has captured.
@@ -24,6 +27,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -184,12 +188,13 @@ def graph_for(context: ForwardContext, num_rows: int, num_tokens: int) -> BatchD
     descriptor = context.batch_descriptor
     if descriptor is None:
         return None
-    sizes = [size for size in _captured_sizes() if num_rows <= size <= num_tokens]
+    sizes = [size for size in captured_sizes() if num_rows <= size <= num_tokens]
     return replace(descriptor, num_tokens=min(sizes), num_reqs=None, uniform=False) if sizes else None
 
 
-def _captured_sizes() -> set[int]:
-    """Numbers of tokens that every piece of the model was captured for."""
+@lru_cache(maxsize=1)
+def captured_sizes() -> frozenset[int]:
+    """Numbers of tokens that every piece of the model was captured for, at the engine's start."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.config.compilation import CUDAGraphMode
 
@@ -202,4 +207,35 @@ def _captured_sizes() -> set[int]:
         for wrapper in CUDAGraphWrapper._all_instances
         if wrapper.runtime_mode == CUDAGraphMode.PIECEWISE
     ]
-    return set.intersection(*pieces) if pieces else set()
+    return frozenset(set.intersection(*pieces)) if pieces else frozenset()
+
+
+ROW_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 3073, 256))
+"""Numbers of rows that graphs are captured for beside vLLM's own sizes: those of blended prompts of up
+to some 30,000 tokens at 8%. Steps of more rows keep the GPU busy without a graph."""
+
+
+def capture_for_rows(stock: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the V2 runner's capture of graphs: pieces of more sizes, which only steps that blend use.
+
+    vLLM's own steps go on as they would: what they replay is decided by a table that these are not in.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+
+    blending = getattr(model, "blending", None)
+    descs = manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
+    if blending is None or blending.unsupported is not None or not descs or manager.use_breakable_cg:
+        return stock(manager, model, *args, **kwargs)
+    there = {desc.num_tokens for desc in descs}
+    most = manager.vllm_config.scheduler_config.max_num_batched_tokens
+    sizes = [size for size in ROW_SIZES if size not in there and size <= most]
+    more = [replace(descs[0], num_tokens=size) for size in sizes]
+    try:
+        # large ones first: the later ones fit in their memory
+        manager._capture_descs[CUDAGraphMode.PIECEWISE] = sorted(
+            [*descs, *more], key=lambda desc: -desc.num_tokens
+        )
+        return stock(manager, model, *args, **kwargs)
+    finally:
+        manager._capture_descs[CUDAGraphMode.PIECEWISE] = descs
+        captured_sizes.cache_clear()

@@ -41,7 +41,7 @@ def why_not_patched(architecture: str) -> str:
         return reason
     return (
         f"{architecture} has no blend path: vLLM has not loaded the plugin vllm_blend; install this "
-        "package where vLLM runs (pip install -e . --no-deps), and name it in VLLM_PLUGINS if that is set"
+        "package where vLLM runs (pip install -e . --no-deps), and name it in VLLM_PLUGINS if set"
     )
 
 

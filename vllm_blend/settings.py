@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 MASKS = ("exact", "bottom_right")
@@ -106,7 +107,7 @@ class BlendSettings:
         """The share of chunk tokens that is recomputed in the end."""
         return self.recomp_ratio if self.recomp_ratios is None else self.recomp_ratios[-1]
 
-    @property
+    @cached_property
     def policies(self) -> frozenset[str]:
         """The names that ``policy`` is made of."""
         return frozenset(name for part in policy_parts(self.policy) for name in part)
@@ -116,7 +117,7 @@ class BlendSettings:
         """Whether the question is asked, in a pass of its own."""
         return "ahead" in self.policies
 
-    @property
+    @cached_property
     def early(self) -> bool:
         """Whether rows are chosen before layer 0."""
         return self.policies <= EARLY

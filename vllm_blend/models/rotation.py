@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Rotation:
         return cls(table, is_none=True)
 
     def rotate(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """K at ``positions``, computed in fp32; a new tensor.
+        """K at ``positions``, rounded once; a new tensor.
 
         Args:
             k: before RoPE, ``[num_tokens, num_kv_heads, head_size]``.
@@ -60,12 +60,14 @@ class Rotation:
         return self._turned(k, cos / square, -sin / square)
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.table[positions.to(self.table.device)].float()[:, None].chunk(2, dim=-1)
+        wide = _wide(self.table.dtype)
+        angles = self.table[positions.to(self.table.device)].to(wide)[:, None]
+        cos, sin = angles.chunk(2, dim=-1)
         return cos, sin
 
     def _turned(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotary_dim = self.table.shape[1]
-        turned, rest = k[..., :rotary_dim].float(), k[..., rotary_dim:]
+        turned, rest = k[..., :rotary_dim].to(cos.dtype), k[..., rotary_dim:]
         if self.is_neox_style:
             a, b = turned.chunk(2, dim=-1)
             pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -73,6 +75,11 @@ class Rotation:
             a, b = turned[..., ::2], turned[..., 1::2]
             pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
         return torch.cat([pairs.to(k.dtype), rest], dim=-1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What a rotation is computed in, so that it rounds once."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 def rotations_in(
@@ -117,12 +124,12 @@ def read(turn: Turn, head_size: int, max_position: int, like: torch.Tensor) -> R
     def at(*positions: int) -> torch.Tensor:
         return torch.tensor(positions, device=like.device)
 
+    max_position = min(max_position, _num_positions(turn, max_position))
     try:
         # what each dimension becomes, at positions near and far
         eye = torch.eye(head_size, device=like.device)
-        far = [
-            ask(eye, at(position).expand(head_size)) for position in {1, 2, 3, 7, 19, max_position - 1}
-        ]
+        near = {position for position in (1, 2, 3, 7, 19) if position < max_position}
+        far = [ask(eye, at(p).expand(head_size)) for p in (*near, max_position - 1)]
     except Exception:  # not a rotary module after all, or one of other heads
         return None
     moved = torch.stack(far).float().abs().amax(0)
@@ -164,34 +171,57 @@ def _may_rotate(module: torch.nn.Module) -> bool:
     return "rotary" in name or "rope" in name or hasattr(module, "cos_sin_cache")
 
 
-def _turns(module: Any) -> Iterator[Turn]:
-    """The ways that the module may be called."""
+def _num_positions(turn: Turn, most: int) -> int:
+    """How many positions a module knows: vLLM's read past the end of their table without a word."""
+    module = getattr(turn, "module", None)
+    table = getattr(module, "cos_sin_cache", None)
+    return most if table is None else len(table)
 
-    def by_heads(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """vLLM's: Q and K in, Q and K out."""
-        turned = module(positions, x, x.clone())[0]
+
+@dataclass(frozen=True)
+class ByHeads:
+    """vLLM's modules: Q and K in, Q and K out."""
+
+    module: Any
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        turned: torch.Tensor = self.module(positions, x, x.clone())[0]
         return turned.view_as(x)
 
-    def by_angles(
-        x: torch.Tensor, positions: torch.Tensor, neox: bool, kind: dict[str, str]
-    ) -> torch.Tensor:
-        """transformers': cosines and sines out, ``[1, num_tokens, rotary_dim]``."""
-        cos, sin = (part[0].float() for part in module(x[None], positions[None], **kind))
-        half = cos.shape[-1] // 2
-        table = torch.cat([cos[:, :half], sin[:, :half]], dim=1)
-        if not neox and not torch.equal(cos[:, :half], cos[:, half:]):
-            table = torch.cat([cos[:, ::2], sin[:, ::2]], dim=1)
-        turned = Rotation(table, neox).rotate(x[:, None].float(), torch.arange(len(x), device=x.device))
-        return turned[:, 0]
 
+@dataclass(frozen=True)
+class ByAngles:
+    """transformers' modules: cosines and sines out, ``[1, num_tokens, rotary_dim]``. What is a pair,
+    and which way it turns, is said elsewhere in the model."""
+
+    module: Any
+    neox: bool
+    sign: int
+    kind: dict[str, str]
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = (part[0].float() for part in self.module(x[None], positions[None], **self.kind))
+        half = cos.shape[-1] // 2
+        halves = torch.equal(cos[:, :half], cos[:, half:])
+        take = slice(half) if halves else slice(None, None, 2)
+        table = torch.cat([cos[:, take], self.sign * sin[:, take]], dim=1)
+        places = torch.arange(len(x), device=x.device)
+        return Rotation(table, self.neox).rotate(x[:, None].float(), places)[:, 0]
+
+
+def _turns(module: Any) -> Iterator[Turn]:
+    """The ways that a rotary module may turn K."""
     # the wrong way may change the module: vLLM's casts its table to the type of what it gets
     takes = getattr(module, "forward_native", module.forward)  # vLLM's ops take anything at their door
     names = list(inspect.signature(takes).parameters)
     if names[:2] == ["positions", "query"]:
-        yield by_heads
+        yield ByHeads(module)
     elif names[1:2] == ["position_ids"]:
-        layer_types = getattr(getattr(module, "config", None), "layer_types", None) or ()
-        kinds = [{"layer_type": t} for t in dict.fromkeys(layer_types)] if "layer_type" in names else []
-        for kind in kinds or [{}]:
-            yield partial(by_angles, neox=True, kind=kind)
-            yield partial(by_angles, neox=False, kind=kind)
+        config = getattr(module, "config", None)
+        layer_types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+        kinds = [{"layer_type": t} for t in layer_types] if "layer_type" in names else [{}]
+        for kind, sign, neox in product(kinds, (1, -1), (True, False)):
+            types = getattr(module, "rope_type", "")
+            name = types.get(kind["layer_type"], "") if isinstance(types, dict) else types
+            if name not in ("dynamic", "longrope"):  # whose angles depend on how long a batch is
+                yield ByAngles(module, neox, sign, kind)
