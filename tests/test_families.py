@@ -59,7 +59,6 @@ def check_identities(engine: Engine) -> None:
     prompt = engine.ids(NUM_TOKENS, seed=1)
     tokens, logits = engine.run(prompt)
     kv = exact_kv(engine, prompt)
-    assert relative_error(*map(torch.stack, zip(*kv.layers[0], strict=True))) > 0.1  # K is not V
     for policy, ratio in (("random", 0.0), ("random", 0.05), ("static", 0.16), ("ahead*static", 0.5)):
         settings = BlendSettings(policy=policy, recomp_ratio=ratio)
         plan = BlendPlan((ChunkSpan(START, kv.tokens(START, END)),), settings)

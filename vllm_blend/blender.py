@@ -8,8 +8,10 @@ print(blender.generate(prompt).outputs[0].text)
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -116,7 +118,7 @@ class Blender:
         self.chat = chat
         self._around = chat_frame(self.tokenizer, system) if chat else plain_frame(self.tokenizer)
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
-        self.frame = Frame(self._head_ids(head), self._around.tail)
+        self.frame = Frame(self.head_ids(head), self._around.tail)
         self.stand_in: TokenIds = ()
         if len(stand_in):
             self.stand_in = text_ids(self.tokenizer, stand_in, "stand_in") + self.separator
@@ -155,6 +157,18 @@ class Blender:
             text_ids(self.tokenizer, text, f"chunk {i}") + separator for i, text in enumerate(texts)
         ]
 
+    def head_ids(self, head: str | Sequence[int] | None) -> TokenIds:
+        """All token ids before a prompt's first chunk; None: with the blender's own head."""
+        if head is None:
+            return self.frame.head
+        return head_ids(self.tokenizer, self._around, head, self.separator)
+
+    @cached_property
+    def own_text(self) -> TokenIds:
+        """The text of our own that chunks are computed behind for their scores."""
+        room = self.llm.model_config.max_model_len // 4
+        return text_ids(self.tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, room)]
+
     def key(self, token_ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
         """What the store knows a chunk by.
 
@@ -192,7 +206,7 @@ class Blender:
             before = [()] * len(ids)
         elif len(before) != len(ids):
             raise ValueError(f"before has {len(before)} entries for {len(ids)} texts")
-        start = self._head_ids(head)
+        start = self.head_ids(head)
         contexts = [
             start + (text_ids(self.tokenizer, text, f"before {i}") if len(text) else self.stand_in)
             for i, text in enumerate(before)
@@ -264,14 +278,17 @@ class Blender:
         use_tqdm: bool = False,
         *,
         contexts: Sequence[TokenIds] | None = None,
+        prefixes: Mapping[TokenIds, StoredKV] | None = None,
     ) -> list[StoredKV]:
         """Computes the KV of chunks, and keeps it nowhere.
 
         Args:
             contexts: for each, all token ids that it is computed behind; None: the blender's head.
+            prefixes: exact KV of some of these contexts, which is not computed again then.
         """
         contexts = [self.frame.head] * len(chunks) if contexts is None else contexts
-        plans = [CollectPlan(len(c), prefix=self._prefixes.get(c)) for c in contexts]
+        known = self._prefixes | dict(prefixes or {})
+        plans = [CollectPlan(len(c), prefix=known.get(c)) for c in contexts]
         prompts = [list(context + ids) for context, ids in zip(contexts, chunks, strict=True)]
         self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
@@ -335,7 +352,7 @@ class Blender:
         """
         if not chunks:
             raise ValueError("chunks is empty; blending needs at least one chunk")
-        token_ids = list(self._head_ids(head))
+        token_ids = list(self.head_ids(head))
         spans = []
         first = chunks[0]
         if first.kv is not None and (behind := self._without_stand_in(first.context)) != first.context:
@@ -391,12 +408,6 @@ class Blender:
         outputs = self._run([p.token_ids for p in many], each, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
 
-    def _head_ids(self, head: str | Sequence[int] | None) -> TokenIds:
-        """All token ids before the first chunk; None: the blender's own."""
-        if head is None:
-            return self.frame.head
-        return head_ids(self.tokenizer, self._around, head, self.separator)
-
     def _without_stand_in(self, context: TokenIds) -> TokenIds:
         """A context without the stand-in at its end, if it has it."""
         size = len(self.stand_in)
@@ -418,24 +429,44 @@ class Blender:
         self, chunks: Sequence[tuple[TokenIds, TokenIds]], use_tqdm: bool = False
     ) -> list[StoredKV]:
         """KV of chunks by what they are computed behind and their token ids, scored if asked for."""
-        contexts, ids = [context for context, _ in chunks], [ids for _, ids in chunks]
-        if not self.scored:
-            return self.collect(ids, use_tqdm, contexts=contexts)
-        others = [self._other(context) for context in contexts]
-        for context in dict.fromkeys(others):
+        others = [(self._other(context), ids) for context, ids in chunks] if self.scored else []
+        for context in dict.fromkeys(context for context, _ in others):
             if context and context not in self._prefixes:
                 (self._prefixes[context],) = self.collect([context], contexts=[()])
-        both = self.collect(ids * 2, use_tqdm, contexts=contexts + others)
-        pairs = zip(both[: len(ids)], both[len(ids) :], strict=True)
-        return [replace(kv, scores=movement(kv, other)) for kv, other in pairs]
+        pairs = list(dict.fromkeys([*chunks, *others]))
+        contexts, ids = [context for context, _ in pairs], [ids for _, ids in pairs]
+        made = self.collect(ids, use_tqdm, contexts=contexts, prefixes=self._shared(contexts))
+        found = dict(zip(pairs, made, strict=True))
+        if not others:
+            return made
+        return [
+            replace(found[pair], scores=movement(found[pair], found[other]))
+            for pair, other in zip(chunks, others, strict=True)
+        ]
+
+    def _shared(self, contexts: Sequence[TokenIds]) -> dict[TokenIds, StoredKV]:
+        """KV of what more than one chunk is computed behind. Where one context begins with another, the
+        other's is a part of its KV."""
+        count = Counter(c for c in contexts if c and c not in self._prefixes)
+        groups: list[list[TokenIds]] = []  # the longest first; it begins with the others
+        for context in sorted(count, reverse=True):
+            if not groups or groups[-1][0][: len(context)] != context:
+                groups.append([])
+            groups[-1].append(context)
+        groups = [group for group in groups if sum(count[context] for context in group) > 1]
+        whole = self.collect([group[0] for group in groups], contexts=[()] * len(groups))
+        return {
+            context: kv.tokens(0, len(context))
+            for group, kv in zip(groups, whole, strict=True)
+            for context in group
+        }
 
     def _other(self, context: TokenIds) -> TokenIds:
         """What a chunk is computed behind once more, to see how its KV moves: the head alone, if there
         is more before it anyway; else a text of our own too."""
         if context != self.frame.head:
             return self.frame.head
-        room = self.llm.model_config.max_model_len // 4
-        return context + text_ids(self.tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, room)]
+        return context + self.own_text
 
     def _collect_head(self) -> ChunkSpan | None:
         """The head stands first in every prompt, so its KV, computed alone, is exact."""

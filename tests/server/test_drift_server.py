@@ -27,10 +27,10 @@ def test_it_measures_and_corrects_as_a_blender_does(
     config = {"vllm_blend": {"drift": True, "store": store}}
     with make_engine(smollm2, additional_config=config) as engine:
         own = scheduler(engine).blend_own
-        assert "start-up check" in own.why_not()
+        assert "drift is still being measured" in own.undone
         drain(engine)
-        assert own.why_not() == "" and own.drift.done
-        found = engine.model.chunks.drift
+        assert own.undone == "" and own.drift.done
+        found = engine.model.blending.chunks.drift
         assert found is not None
         blender = Blender(engine.llm)
         assert blender.frame.head == own.contexts.first
@@ -59,13 +59,13 @@ def test_it_measures_and_corrects_as_a_blender_does(
         assert distance(corrected, logprobs(plan(True))) < 1e-3
         assert distance(as_it_is, logprobs(plan(False))) < 1e-3
         assert distance(as_it_is, corrected) > 0.05
-        assert engine.model.chunks.tiers.store.flush()
+        assert engine.model.blending.chunks.tiers.store.flush()
 
     with make_engine(smollm2, additional_config=config) as engine:  # the first request waits for all
         (output,) = outputs(engine, [prompt.token_ids], [{"spans": spans} | REPORT], max_tokens=1)
         told = report(output)
         assert (told["loaded_chunks"], told["missed_chunks"]) == (len(spans), 0)
-        assert engine.model.chunks.drift is not None
+        assert engine.model.blending.chunks.drift is not None
 
 
 def test_what_was_not_measured_is_refused(tiny: Any) -> None:

@@ -57,7 +57,7 @@ def written(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
                 drain(engine)
             assert told["reused_tokens"] == 100 * len(seeds)
             answers.append(found)
-        assert engine.model.chunks.tiers.store.flush()
+        assert engine.model.blending.chunks.tiers.store.flush()
     return folder, answers
 
 
@@ -125,7 +125,7 @@ def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:
         for key in list(state.blend_chunks._chunks):
             state.blend_chunks._drop(key)
         outputs(engine, [engine.ids(20, 7)], [None])
-        store = engine.model.chunks.tiers.store
+        store = engine.model.blending.chunks.tiers.store
         for name in list(store._host._entries.values()):
             store.discard(name.key)
             store.lanes[0].tier.discard(name.key)

@@ -51,7 +51,7 @@ def started(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 def forget(engine: Engine) -> None:
     """Leaves chunks in the lower tiers alone."""
     drain(engine)
-    state, tiers = scheduler(engine), engine.model.chunks.tiers
+    state, tiers = scheduler(engine), engine.model.blending.chunks.tiers
     assert tiers.store.flush()
     names = list(tiers._names.values())
     for key in list(state.blend_chunks._chunks):
@@ -111,7 +111,7 @@ def test_the_engine_is_measured_once(started: Engine) -> None:
     assert state.blend_fetches._token_seconds == pytest.approx(seconds / size, rel=1)
     assert "are recomputed" in str(pace)
     outputs(started, [started.ids(20, 3)], [None])
-    assert KEY not in started.model.chunks._chunks
+    assert KEY not in started.model.blending.chunks._chunks
     assert pace.start() == []
 
 
@@ -213,7 +213,7 @@ def test_chunks_on_a_slow_tier_are_computed(
             assert (told["reused_tokens"], told["loaded_chunks"]) == (300, 0)
             assert found == known
             # one is in memory, two are slow: it alone is reused
-            tiers = engine.model.chunks.tiers
+            tiers = engine.model.blending.chunks.tiers
             forget(engine)
             ask(engine, [3])
             drain(engine)

@@ -1,10 +1,11 @@
-"""A blending engine in process: lookups, prefix cache, batches, aborts, the start-up check."""
+"""A blending engine in process: lookups, prefix cache, batches, aborts, the probe at its start."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +16,20 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.compat import add_news
-from vllm_blend.models.chunks import ChunkKV
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.frame import Frame
+from vllm_blend.models.probe import Probing
 from vllm_blend.server.mail import News
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
-    """An engine started to blend; its start-up check is done."""
+    """An engine started to blend."""
     with make_engine(
         tiny("llama"), enable_prefix_caching=True, additional_config={"vllm_blend": {"ram_gb": 0.01}}
     ) as engine:
         drain(engine)
         yield engine
-
-
-def test_the_check_passed(server: Engine) -> None:
-    gate = scheduler(server).blend_own.gate
-    assert gate.verdict == ""
-    assert gate.error < 1e-4
 
 
 def test_missed_chunks_are_served_by_full_prefill_and_known_next_time(server: Engine) -> None:
@@ -82,7 +77,7 @@ def test_nothing_is_timed_where_nobody_looks(server: Engine, monkeypatch: pytest
         marks.clear()
         outputs(server, [prompt], [{"spans": spans} | field])
         assert bool(marks) == bool(field)
-    assert not server.model.clocks
+    assert not server.model.blending.clocks
 
 
 def test_news_come_with_outputs_that_vllm_waits_for_later() -> None:
@@ -226,7 +221,7 @@ def test_a_chunk_that_is_not_there_is_computed_and_collected_again(server: Engin
     state.reset_prefix_cache()
 
     key = key_of(server, prompt, spans[1])
-    server.model.chunks.drop([key])
+    server.model.blending.chunks.drop([key])
     (found,) = outputs(server, [prompt], [field], logprobs=1)
     told = report(found)
     assert answer(found) == answer(without)
@@ -252,7 +247,7 @@ def test_without_any_of_its_chunks_a_request_is_a_full_prefill(server: Engine) -
     state.reset_prefix_cache()
     (plain,) = outputs(server, [prompt], [None])
     state.reset_prefix_cache()
-    server.model.chunks.drop([key_of(server, prompt, span) for span in spans])
+    server.model.blending.chunks.drop([key_of(server, prompt, span) for span in spans])
     other = server.ids(5, 96) + prompt[5:]
     both = outputs(server, [prompt, other], [{"spans": spans} | REPORT] * 2)
     assert answer(both[0]) == answer(plain)
@@ -275,13 +270,13 @@ def test_a_chunk_lost_under_cached_blocks_is_collected_again(server: Engine) -> 
     drain(server)
     state.reset_prefix_cache()
     _, cached = (outputs(server, [prompt], [field])[0] for _ in range(2))
-    server.model.chunks.drop([key_of(server, prompt, spans[0])])
+    server.model.blending.chunks.drop([key_of(server, prompt, spans[0])])
     (again,) = outputs(server, [prompt], [field])
     assert answer(again) == answer(cached)
     assert again.num_cached_tokens >= spans[-1][1]
     assert report(again)["lost_chunks"] == {}
     drain(server)
-    assert len(server.model.chunks) >= len(state.blend_chunks)
+    assert len(server.model.blending.chunks) >= len(state.blend_chunks)
 
 
 def test_several_answers_and_logprobs(server: Engine) -> None:
@@ -388,7 +383,10 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     assert not state._plans
     assert len(state.blend_own.background) == 0
     assert state.blend_chunks.num_evicted > 0
-    assert len(server.model.chunks) <= len(state.blend_chunks) + len(state.blend_chunks._to_drop) + 1
+    assert (
+        len(server.model.blending.chunks)
+        <= len(state.blend_chunks) + len(state.blend_chunks._to_drop) + 1
+    )
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
@@ -500,8 +498,8 @@ def test_bad_fields_are_refused_and_the_engine_serves_on(server: Engine) -> None
     assert answer(*outputs(server, [prompt], ["off"]))
 
 
-def test_the_check_refuses_a_model_that_rotates_otherwise(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_whose_blends_are_wrong_does_not_start(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = CPUBlendImpl.fuse
 
@@ -511,21 +509,13 @@ def test_the_check_refuses_a_model_that_rotates_otherwise(
         stock(self, layer, kv_cache, replace(fusion, positions=fusion.positions + 1))
 
     monkeypatch.setattr(CPUBlendImpl, "fuse", wrong)
-    with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
-        drain(engine)
-        gate = scheduler(engine).blend_own.gate
-        assert "with exact KV its next-token log-probabilities are off" in gate.verdict
-        prompt, spans = prompt_of(engine, [1])
-        (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
-        assert "start-up check failed" in report(found)["why_not"]
-        assert report(found)["reused_tokens"] == 0
-
-
-def test_the_check_does_not_pass_without_its_kv(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChunkKV, "keep", lambda *_: None)
-    with make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}) as engine:
-        drain(engine)
-        assert "did not keep" in scheduler(engine).blend_own.gate.verdict
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # where no verdict is kept
+    sentence = "asks for vllm_blend, but .* with exact KV and random rows its last hidden state is off"
+    with (
+        pytest.raises(ValueError, match=sentence),
+        make_engine(tiny("qwen2"), additional_config={"vllm_blend": {}}),
+    ):
+        pass
 
 
 def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
@@ -534,7 +524,17 @@ def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama3_rope", "mistral", "mistral_window", "qwen2", "qwen3"])
-def test_the_check_passes_on_every_family(tiny: Any, family: str) -> None:
-    with make_engine(tiny(family), additional_config={"vllm_blend": {}}, max_model_len=120) as engine:
-        drain(engine)
-        assert scheduler(engine).blend_own.gate.verdict == ""
+def test_every_family_is_probed_at_its_start_once(
+    tiny: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    found = []
+    stock = Probing.run
+    monkeypatch.setattr(Probing, "run", lambda probing: found.append(stock(probing)) or found[-1])
+    for _ in range(2):
+        config = {"vllm_blend": {}}
+        with make_engine(tiny(family), additional_config=config, max_model_len=120) as engine:
+            assert not any(attn.impl.blend.rotation.is_none for attn in engine.model.blending.attns)
+    (verdict,) = found  # the second start reads it
+    assert verdict.refused == ""
+    assert verdict.identity_error < 1e-4 < 0.05 < verdict.control_error

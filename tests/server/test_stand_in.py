@@ -62,7 +62,7 @@ def test_each_place_has_the_kv_that_suits_it(
             drain(engine)
             num_computed += 2  # the first became the last, and the last the first
         assert own.background.num_computed == num_computed - 2
-        assert engine.model.chunks.tiers.store.flush()
+        assert engine.model.blending.chunks.tiers.store.flush()
 
     with make_engine(smollm2, additional_config=config) as engine:  # all of them are on disk
         drain(engine)

@@ -25,7 +25,7 @@ def ask(engine: Engine, seeds: list[int]) -> tuple[list[int], dict[str, Any]]:
     prompt, spans = prompt_of(engine, seeds)
     (output,) = outputs(engine, [prompt], [REPORT | {"spans": spans}])
     drain(engine)
-    assert engine.model.chunks.tiers.store.flush()
+    assert engine.model.blending.chunks.tiers.store.flush()
     return answer(output), report(output)
 
 
@@ -43,7 +43,7 @@ def test_chunks_are_found_wherever_they_lie(
     for start in range(2):
         with make_engine(tiny("qwen3"), additional_config={"vllm_blend": values}, **options) as engine:
             drain(engine)
-            pace, store = scheduler(engine).blend_own.pace, engine.model.chunks.tiers.store
+            pace, store = scheduler(engine).blend_own.pace, engine.model.blending.chunks.tiers.store
             assert pace.done and pace.longest[1] > 0
             pace._times = SLOW
             place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,5 +61,5 @@ def test_chunks_are_found_wherever_they_lie(
             for _ in range(2):  # from host memory, and from the GPU's
                 assert ask(engine, [1, 2, 3])[0] == known
             assert store.stats()["hits.gpu"] >= 3
-            kv = store._gpu.get(next(iter(engine.model.chunks.tiers._names.values())))
+            kv = store._gpu.get(next(iter(engine.model.blending.chunks.tiers._names.values())))
             assert kv.layers[0][0].device.type == place

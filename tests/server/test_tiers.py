@@ -23,7 +23,7 @@ FIELD = {"recomp_ratio": 0.3} | REPORT
 
 @contextmanager
 def server(tiny: Any, store: dict[str, Any]) -> Iterator[Engine]:
-    """An engine with a store below it; its start-up check is still to run."""
+    """An engine with a store below it."""
     config = {"vllm_blend": {"store": {"host_gb": 0.02} | store}}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -41,7 +41,7 @@ def disk(folder: Path, budget_gb: float = 1.0) -> dict[str, Any]:
 def flush(engine: Engine) -> None:
     """The engine's own requests are done, and what they computed is written."""
     drain(engine)
-    assert engine.model.chunks.tiers.store.flush()
+    assert engine.model.blending.chunks.tiers.store.flush()
 
 
 @dataclass
@@ -96,7 +96,6 @@ def ask(
 
 
 def test_a_started_server_finds_what_one_before_it_computed(started: Engine, written: Written) -> None:
-    assert scheduler(started).blend_own.gate.verdict is None  # the first request of all
     first, told = ask(started, written, 0)
     assert (told["reused_tokens"], told["loaded_chunks"], told["missed_chunks"]) == (300, 3, 0)
     assert told["wait_seconds"] > 0
@@ -126,13 +125,13 @@ def test_a_damaged_record_is_computed_again(started: Engine, written: Written) -
     assert told["reused_tokens"] == 300
     assert after == written.answers[2]
     assert scheduler(started).blend_own.background.num_computed == computed + 2
-    assert started.model.chunks.tiers.store.stats()["misses.corrupt"] == 2
+    assert started.model.blending.chunks.tiers.store.stats()["misses.corrupt"] == 2
 
 
 def test_a_lost_chunk_is_fetched_before_it_is_computed(started: Engine, written: Written) -> None:
     state = scheduler(started)
     computed = state.blend_own.background.num_computed
-    started.model.chunks.drop(list(started.model.chunks._chunks))
+    started.model.blending.chunks.drop(list(started.model.blending.chunks._chunks))
     assert ask(started, written, 0)[1]["lost_chunks"] == {"gone": 3}
     drain(started)
     assert ask(started, written, 0)[1]["reused_tokens"] == 300
@@ -169,7 +168,7 @@ def test_what_memory_dropped_comes_back(tiny: Any, tmp_path: Path) -> None:
         flush(engine)
         outputs(engine, [prompts[0]], [None])
         # they lie in the store's memory, but where it has no piece large enough
-        stats = engine.model.chunks.tiers.store.stats()
+        stats = engine.model.blending.chunks.tiers.store.stats()
         assert stats["entries_in_use.host"] >= 10
 
 
@@ -181,14 +180,14 @@ def test_chunks_that_come_back_lie_on_the_gpu(tiny: Any, written: Written) -> No
             assert found == written.answers[0]
             assert told["reused_tokens"] == 300
             flush(engine)
-            assert engine.model.chunks.tiers.store.stats().get("hits.gpu", 0) == hits
+            assert engine.model.blending.chunks.tiers.store.stats().get("hits.gpu", 0) == hits
         time.sleep(1.1)
         found, told = ask(engine, written, 0)
         assert found == written.answers[0]
         assert told["stored_chunks"]["gpu"] == told["stored_chunks"]["host"] == 3
-        tiers = engine.model.chunks.tiers
+        tiers = engine.model.blending.chunks.tiers
         assert len(tiers._names) == 3
-        engine.model.chunks.drop(list(engine.model.chunks._chunks))
+        engine.model.blending.chunks.drop(list(engine.model.blending.chunks._chunks))
         assert not tiers._names
 
 

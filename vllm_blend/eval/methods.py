@@ -8,10 +8,18 @@
                   ``reuse:drift=on`` has stored KV corrected for where it stands
 ``...:behind=``   last: with chunks computed behind something else than the prompt's head: ``nothing``,
                   ``bos``, ``another`` (an instruction that is not the prompt's), ``before`` (the head,
-                  then the 128 tokens before it in its passage), ``others`` (a prompt's first chunk: the
-                  head; the others: the head, then 512 tokens of another example's passages)
+                  then the 128 tokens before it in its passage); or a prompt's first chunk behind the
+                  head, and the others behind the head and a text of these: ``others`` (512 tokens of
+                  another example's passages, as a stand-in), ``text`` (512 tokens of a text of our own,
+                  as a stand-in for any corpus), ``harvested`` (as many of another example's chunks as
+                  stand before it here, or all if there are fewer: as if its KV were kept of a prompt
+                  that had it at this place)
 ``mapreduce``     an answer from each chunk alone, then one from these answers
 ``maprerank``     an answer from each chunk alone; the one that the model is surest of
+
+Where a method has the policy ``static``, alone or in a product, each chunk is computed in two contexts,
+for its tokens' scores: behind what the method says, and behind the head alone; one that is behind the
+head alone anyway, behind the head and the text of our own. All methods of a run share them.
 """
 
 from __future__ import annotations
@@ -29,11 +37,15 @@ BEHIND: dict[str, str] = {
     "another": "Here are some texts. Read them, and do what is asked at the end.",
     "before": "",
     "others": "",
+    "text": "",
+    "harvested": "",
 }
 """What else chunks are computed behind; ``runner.py`` fills in what is empty here."""
 
 OVERLAP = 128
 """Tokens of a chunk's passage that it is computed behind, with ``:behind=before``."""
+OTHERS = ("others", "harvested")
+"""Those that need another example."""
 STAND_IN = 512
 """Tokens of another example that it is computed behind, with ``:behind=others``."""
 

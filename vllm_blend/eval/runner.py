@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from vllm_blend.eval import asking, forcing
 from vllm_blend.eval.data import Example
-from vllm_blend.eval.methods import BEHIND, OVERLAP, STAND_IN, blend_settings, split_behind
+from vllm_blend.eval.methods import BEHIND, OTHERS, OVERLAP, STAND_IN, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
 from vllm_blend.prompt import TokenIds
@@ -138,7 +138,7 @@ class Runner:
         # refuses an unknown one before the first is run
         wanted = [blend_settings(method) for method in methods]
         examples = list(examples)
-        if any(split_behind(method)[1] == "others" for method in methods):
+        if any(split_behind(method)[1] in OTHERS for method in methods):
             self._other = others(examples)
         if len(ids := Counter(example.id for example in examples)) < len(examples):
             name, count = ids.most_common(1)[0]
@@ -165,12 +165,13 @@ class Runner:
 
     def examples(self, task: Task, work: Sequence[tuple[Example, Sequence[str]]]) -> list[Result]:
         """Each example by its methods; the chunks' KV is dropped afterwards."""
-        asked = (split_behind(method)[1] for _, methods in work for method in methods)
-        behinds = dict.fromkeys([None, *asked])
+        names = dict.fromkeys(method for _, methods in work for method in methods)
+        behinds = dict.fromkeys([None, *(split_behind(name)[1] for name in names)])
+        wanted = [settings for name in names if (settings := blend_settings(name)) is not None]
+        self.blender.scored = any("static" in settings.policies for settings in wanted)
         askers: dict[str | None, list[asking.Asker]] = {}
         try:
-            for behind in behinds:
-                askers[behind] = self._askers(task, [example for example, _ in work], behind)
+            askers = self._askers(task, [example for example, _ in work], [*behinds])
             fulls = forcing.full_prefill(askers[None], self.protocol.kl_tokens)
             cells = [
                 Cell(method, askers[split_behind(method)[1]][index], full)
@@ -186,28 +187,27 @@ class Runner:
                     self.blender.forget(chunk)
 
     def _askers(
-        self, task: Task, examples: Sequence[Example], behind: str | None
-    ) -> list[asking.Asker]:
+        self, task: Task, examples: Sequence[Example], behinds: Sequence[str | None]
+    ) -> dict[str | None, list[asking.Asker]]:
         """The same prompts each time, of chunks computed behind their head or something else."""
-        tokenizer = self.blender.tokenizer
-        head: str | list[int] = task.header
-        if behind == "bos":
-            head = [bos_id(tokenizer)]
-        elif behind in ("nothing", "another"):
-            head = BEHIND[behind]
-        ids = [self._pieces(task, example) for example in examples]
-        before = [
-            text
-            for example, own in zip(examples, ids, strict=True)
-            for text in self._before(task, example, own, behind)
+        blender = self.blender
+        pieces = {example: self._token_ids(task, example) for example in examples}
+        contexts = {
+            (behind, example): self._contexts(task, example, behind)
+            for behind in behinds
+            for example in examples
+        }
+        wanted = [
+            pair
+            for (_, example), behind in contexts.items()
+            for pair in zip(behind, pieces[example], strict=True)
         ]
-        pieces = [piece for own in ids for piece, _ in own]
-        chunks = iter(self.blender.chunks(pieces, head=head, before=before))
-        found = []
-        for example, own in zip(examples, ids, strict=True):
-            these = list(islice(chunks, len(own)))
-            prompt = self.blender.prompt(these, task.ask(example), head=task.header)
-            found.append(asking.Asker(self.blender, task, example, these, prompt))
+        chunks = iter(blender.obtain(wanted))  # all at once, so that they may serve each other
+        found: dict[str | None, list[asking.Asker]] = {behind: [] for behind in behinds}
+        for behind, example in contexts:
+            these = [next(chunks) for _ in pieces[example]]
+            prompt = blender.prompt(these, task.ask(example), head=task.header)
+            found[behind].append(asking.Asker(blender, task, example, these, prompt))
         return found
 
     def _pieces(self, task: Task, example: Example) -> list[tuple[list[int], list[int]]]:
@@ -216,24 +216,33 @@ class Runner:
             self.blender.tokenizer, example, protocol.chunk_tokens, protocol.passage_tokens
         )
 
-    def _before(
-        self,
-        task: Task,
-        example: Example,
-        pieces: Sequence[tuple[list[int], list[int]]],
-        behind: str | None,
-    ) -> list[Sequence[int]]:
-        """What each chunk of an example is computed behind, besides the head."""
-        if behind == "before":
-            return [text[-OVERLAP:] for _, text in pieces]
-        if behind != "others":
-            return [()] * len(pieces)
-        return [(), *([self.stand_in(task, self._other[example])] * (len(pieces) - 1))]
+    def _token_ids(self, task: Task, example: Example) -> list[TokenIds]:
+        """The chunks of an example, as they stand in its prompt."""
+        return self.blender.token_ids([piece for piece, _ in self._pieces(task, example)])
+
+    def _contexts(self, task: Task, example: Example, behind: str | None) -> list[TokenIds]:
+        """What each chunk of an example is computed behind."""
+        blender, pieces = self.blender, self._pieces(task, example)
+        head = blender.head_ids(task.header)
+        if behind == "bos":
+            head = blender.head_ids([bos_id(blender.tokenizer)])
+        elif behind in ("nothing", "another"):
+            head = blender.head_ids(BEHIND[behind])
+        elif behind == "before":
+            return [head + tuple(text[-OVERLAP:]) for _, text in pieces]
+        before: list[TokenIds] = [()] * len(pieces)
+        if behind == "others":
+            before = [self.stand_in(task, self._other[example])] * len(pieces)
+        elif behind == "text":
+            before = [blender.own_text] * len(pieces)
+        elif behind == "harvested":
+            other = self._token_ids(task, self._other[example])
+            before = [tuple(chain.from_iterable(other[:count])) for count in range(len(pieces))]
+        return [head, *(head + text for text in before[1:])]  # the first one is exact behind the head
 
     def stand_in(self, task: Task, example: Example) -> TokenIds:
         """The end of an example's passages, as they stand in its prompt."""
-        pieces = [piece for piece, _ in self._pieces(task, example)]
-        return tuple(chain.from_iterable(self.blender.token_ids(pieces)))[-STAND_IN:]
+        return tuple(chain.from_iterable(self._token_ids(task, example)))[-STAND_IN:]
 
     def _compare(self, cells: Sequence[Cell]) -> None:
         """Fills in how far each blended prompt is, and the answer where that tells it."""

@@ -96,7 +96,7 @@ def attach(model: Any, vllm_config: VllmConfig) -> None:
         if settings.store is not None:
             blending.chunks.tiers = Tiers.open(settings.store, vllm_config, blending.kv_shape)
         if vllm_config.device_config.device_type == "cuda":
-            # with a store only what it cannot take, and the start-up check's, goes here
+            # with a store only what it cannot take goes here
             num_bytes = settings.chunk_bytes if settings.store is None else 0
             blending.chunks.memory = PinnedMemory(num_bytes // num_ranks())
     if blending.unsupported is not None:

@@ -43,6 +43,9 @@ class ServerSettings:
         ram_gb: memory for chunks' KV, in GiB.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers from behind, and are found there again.
+        step_rows: rows that a step computes at most; a blended prompt's reused tokens do not count, so
+            that several share a step where ``--max-num-batched-tokens`` leaves them room. None: as many
+            as that.
         quality_floor: the least ratio where ``recomp_ratio`` is ``"auto"``: below it this model's
             answers suffer.
         background_share: share of the computed tokens that may go to chunks that were missed, while
@@ -64,6 +67,7 @@ class ServerSettings:
     store: Mapping[str, Any] | None = None
     quality_floor: float = FLOOR
     background_share: float = 0.2
+    step_rows: int | None = None
     log_requests: bool = True
     blend: BlendSettings = field(default_factory=BlendSettings)
     paced: bool = False
@@ -84,6 +88,8 @@ class ServerSettings:
                 raise ValueError(f"store is {self.store!r}; expected an object, e.g. {EXAMPLE}")
             _check_number("host_gb of store", self.store.get("host_gb"), float, 0)
         object.__setattr__(self, "quality_floor", check_ratio("quality_floor", self.quality_floor))
+        if self.step_rows is not None:
+            _check_number("step_rows", self.step_rows, int, 1)
         _check_number("background_share", self.background_share, float, 0)
 
     @property

@@ -1,4 +1,4 @@
-"""The engine's own requests: the start-up check, the measurements, chunks that were missed."""
+"""The engine's own requests: the measurements, chunks that were missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.contexts import chunk_contexts
 from vllm_blend.server.drift import DriftRequests, text_of
-from vllm_blend.server.gate import Gate, first_logprobs
 from vllm_blend.server.pace import KEY as PACE_KEY
 from vllm_blend.server.pace import Pace
 from vllm_blend.server.prefix import name_blocks
@@ -33,7 +32,6 @@ class OwnRequests:
         on_ready: called once requests can be blended, and once the engine is measured.
 
     Attributes:
-        gate: the start-up check.
         drift: the measurement of the model's drift.
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
@@ -58,9 +56,6 @@ class OwnRequests:
                 "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
                 "costs quality; head sets a text."
             )
-        self.gate = Gate(
-            model_config.get_vocab_size(), longest, model_config.dtype, settings.blend, self._make
-        )
         text = text_of(vllm_config, longest - len(context)) if settings.blend.drift else ()
         self.drift = DriftRequests(text, context, self._make)
         self.pace: Pace | None = None
@@ -77,53 +72,35 @@ class OwnRequests:
     @property
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
-        checking = self.gate.verdict is None
-        measuring = self.gate.verdict == "" and not (self.drift.done and self._measured())
-        return checking + measuring + self.background.num_waiting
+        measuring = not (self.drift.done and self._measured())
+        return measuring + self.background.num_waiting
 
     @property
     def undone(self) -> str:
-        """What must be done before a request can be blended, or cannot; "" if nothing is left."""
-        if self.gate.verdict is None:
-            return "the start-up check is still running"
-        if not self.gate.verdict and not self.drift.done:
-            return "the model's drift is still being measured"
-        return ""
-
-    def why_not(self) -> str:
-        """Why nothing can be blended; "" if it can."""
-        failed = f"the start-up check failed: {self.gate.verdict}" if self.gate.verdict else ""
-        return self.undone or failed
+        """What must be done before a request can be blended; "" if nothing is left."""
+        return "" if self.drift.done else "the model's drift is still being measured"
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
 
     def measures(self, request_id: str) -> bool:
-        """Whether it is a request of the check or a measurement."""
-        return (
-            self.gate.is_mine(request_id)
-            or self.drift.is_mine(request_id)
-            or (self.pace is not None and self.pace.is_mine(request_id))
+        """Whether it is a request of a measurement."""
+        return self.drift.is_mine(request_id) or (
+            self.pace is not None and self.pace.is_mine(request_id)
         )
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
-        found = self.gate.start()
-        if self.gate.verdict is not None and not self.gate.told:
-            self._tell_verdict()
-        if self.gate.verdict == "" and not self.drift.done:
-            found += self.drift.start()
-        elif self.gate.verdict == "" and self._measured():
-            found += self.background.start(idle=num_unfinished <= self.background.num_running)
-        elif self.gate.verdict == "" and self.pace is not None:
-            found += self.pace.start()
-        return found
+        if not self.drift.done:
+            return self.drift.start()
+        if self._measured():
+            return self.background.start(idle=num_unfinished <= self.background.num_running)
+        assert self.pace is not None
+        return self.pace.start()
 
     def finish(self, request_id: str, output: Any = None) -> None:
         """One of its requests has ended with vLLM's engine output; None: it was aborted."""
-        if self.gate.is_mine(request_id):
-            self.gate.finish(None if output is None else first_logprobs(output.new_logprobs))
-        elif self.drift.is_mine(request_id):
+        if self.drift.is_mine(request_id):
             self.drift.finish(request_id, completed=output is not None)
             if self.drift.done:
                 self._on_ready()
@@ -146,18 +123,7 @@ class OwnRequests:
         """Whether the engine is measured, or need not be."""
         return self.pace is None or self.pace.done or not self.pace.wanted
 
-    def _tell_verdict(self) -> None:
-        gate = self.gate
-        if gate.verdict:
-            logger.error("vllm_blend: this model cannot blend: %s. Nothing is reused.", gate.verdict)
-        else:
-            logger.info("vllm_blend: the start-up check passed, largest error %.2g.", gate.error)
-        gate.told = True
-        self._on_ready()
-
-    def _make(
-        self, request_id: str, token_ids: list[int], plan: Any, num_logprobs: int | None = None
-    ) -> Any:
+    def _make(self, request_id: str, token_ids: list[int], plan: Any) -> Any:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -165,7 +131,6 @@ class OwnRequests:
             max_tokens=1,
             temperature=0,
             detokenize=False,
-            logprobs=num_logprobs,
             skip_reading_prefix_cache=True,
             extra_args={EXTRA_ARG: plan},
         )

@@ -3,7 +3,7 @@
 ``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
                          one whose chunks may be in a store's lower tiers waits for the answer, and
                          is told by the controller which of them to wait for, if its ratio is "auto"
-``schedule``             lets in the engine's own requests: the start-up check and measurement,
+``schedule``             lets in the engine's own requests: measurements,
                          missed chunks; lets a blended prompt wait for a step that has room for it
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
@@ -91,6 +91,8 @@ class BlendScheduler:
             settings.min_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
+        self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
+        self._rows_left = self._step_rows
         self._store_stats: dict[str, int] = {}
         engine = self.vllm_config.parallel_config.data_parallel_index
         labels = self.vllm_config.model_config.served_model_name, str(engine)
@@ -128,7 +130,7 @@ class BlendScheduler:
         if fetches is None or pace is None or self.blend_own.undone:
             return
         waiting = fetches.waiting[request.request_id]
-        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self.blend_own.why_not()
+        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self.blend_own.undone
         if paced and not pace.done:
             if waiting.awaits_measurement():
                 return
@@ -137,7 +139,7 @@ class BlendScheduler:
         if fetches.holds(waiting, tenant):
             return
         marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
-        can = not self.blend_own.why_not()
+        can = not self.blend_own.undone
         missing = [chunk for chunk in marked if can and self.blend_lookup.known(chunk)[0] is None]
         found = []
         if can and waiting.wish.auto:
@@ -174,7 +176,7 @@ class BlendScheduler:
         tenant = _tenant(request, wish)
         spans: list[KeyedSpan] = []
         missed = 0
-        why = self.blend_own.why_not()
+        why = self.blend_own.undone
         if not why:
             spans, missed = self.blend_lookup(tenant, tokens, wish)
             why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
@@ -213,6 +215,7 @@ class BlendScheduler:
         stock: Any = super()
         for request in self.blend_own.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
+        self._rows_left = self._step_rows
         output = stock.schedule(*args, **kwargs)
         self.blend_own.background.stalled = not output.num_scheduled_tokens
         orders = Orders(self.blend_chunks.take_drops())
@@ -228,7 +231,8 @@ class BlendScheduler:
 
         A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
         chosen among those of one step, and must not depend on what else the step holds. A missed
-        chunk takes no more than clients' requests may wait for.
+        chunk takes no more than clients' requests may wait for. A step computes ``step_rows`` at
+        most, but for a blended prompt that has it to itself.
         """
         stock: Any = super()
         left = request.num_tokens - num_computed
@@ -238,7 +242,23 @@ class BlendScheduler:
             num_new = background.room(request.request_id, left, num_new, running)
         if request.request_id in self._plans and left > 1 and (window := self._window()):
             num_new = min(left, window) if num_new >= min(left, window) else 0
+        rows = self._num_rows(request.request_id, num_computed, num_new)
+        if rows > self._rows_left:
+            if rows == num_new:
+                num_new = rows = self._rows_left
+            elif self._rows_left < self._step_rows:
+                return 0
+        self._rows_left = max(0, self._rows_left - rows)
         return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+
+    def _num_rows(self, request_id: str, start: int, count: int) -> int:
+        """How many of ``count`` tokens from ``start`` on a step computes, about."""
+        plan = self._plans.get(request_id)
+        if plan is None or not plan.settings.early:  # others compute all rows of the first layers
+            return count
+        ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
+        reused = sum(max(0, end - begin) for begin, end in ends)
+        return count - int((1 - plan.settings.last_ratio) * reused)
 
     @property
     def _cuts(self) -> bool:
@@ -338,8 +358,6 @@ class BlendScheduler:
         chunk = self.blend_chunks.lose(lost.key)
         if chunk is not None:
             self.blend_lookup.miss(chunk)
-        if self.blend_own.gate.is_mine(lost.request_id):
-            self.blend_own.gate.lose()
         request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
         if request is None or plan is None:
             return
