@@ -241,26 +241,58 @@ def found_in(
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("kind", ["heads", "halves", "repeated"])
 def test_modules_are_run_the_way_they_take(kind: str, neox: bool) -> None:
-    """Whether pairs are halves or neighbours may not show in the angles; then both are offered."""
+    """What a pair is, and which way it turns, does not show in the angles: then all are offered."""
     table = table_of(12, 1e4, 1.3)
     module = (
         RotaryOfHeads(table, neox) if kind == "heads" else RotaryOfAngles(table, kind == "repeated")
     )
     found = found_in(None, Holder(rotary=module), 20)
-    matching = [r for r in found if r.is_neox_style == neox and torch.allclose(r.table, table)]
-    if kind == "repeated" and neox:
-        assert not matching  # such angles are for neighbours
-    else:
-        assert len(matching) == 1
-    assert len(found) == (1 if kind == "heads" else 2)
+    back = torch.cat([table[:, :6], -table[:, 6:]], dim=1)
+    for expected in [table] if kind == "heads" else [table, back]:
+        alike = [r for r in found if r.is_neox_style == neox and torch.allclose(r.table, expected)]
+        assert len(alike) == 1
+    assert len(found) == (1 if kind == "heads" else 4)
+    (first, *_) = found
+    assert torch.allclose(first.table, table)  # most models turn this way
 
 
 def test_of_kinds_of_layers_each_is_offered() -> None:
     tables = {"sliding": table_of(8, 1e4, 1), "full": table_of(8, 1e6, 1)}
     found = found_in(None, Holder(rotary=RotaryOfKinds(tables)), 8)
-    offered = [r.table for r in found if r.is_neox_style]
-    assert len(offered) == 2
-    assert all(map(torch.equal, offered, tables.values()))
+    for table in tables.values():
+        alike = [r for r in found if torch.equal(r.table, table)]
+        assert [r.is_neox_style for r in alike] == [True, False]
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_depend_on_how_long_a_batch_is_are_not_offered(kind: str) -> None:
+    module = RotaryOfAngles(table_of(8, 1e4, 1), repeated=False)
+    module.rope_type = kind  # type: ignore[assignment]
+    assert found_in(None, Holder(rotary=module), 8) == []
+    tables = {"sliding": table_of(8, 1e4, 1), "full": table_of(8, 1e6, 1)}
+    of_kinds = RotaryOfKinds(tables)
+    of_kinds.rope_type = {"sliding": "default", "full": kind}  # type: ignore[assignment]
+    found = found_in(None, Holder(rotary=of_kinds), 8)
+    assert any(torch.equal(r.table, tables["sliding"]) for r in found)
+    assert not any(torch.equal(r.table, tables["full"]) for r in found)
+
+
+def test_of_a_module_that_knows_fewer_positions_those_are_read() -> None:
+    """It may read past their end without a word."""
+    table = table_of(8, 1e4, 1)
+
+    class RotaryOfFewPositions(RotaryOfHeads):
+        def forward(
+            self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> Any:
+            assert int(positions.max()) < 40
+            return super().forward(positions, query, key)
+
+    module = RotaryOfFewPositions(table, True)
+    module.cos_sin_cache = table[:40]
+    (found,) = found_in(None, Holder(rotary=module), 8)
+    assert torch.equal(found.table, table[:40])
 
 
 def test_the_layers_own_module_comes_first_and_each_is_read_once() -> None:
