@@ -27,7 +27,7 @@ def rank() -> int:
 
 def summed(part: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks of what each has computed from its heads; may overwrite ``part``."""
-    return tensor_model_parallel_all_reduce(part)
+    return part if num_ranks() == 1 else tensor_model_parallel_all_reduce(part)
 
 
 def of_first(rows: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ FAMILIES: dict[str, Family] = {
         dict(LOCAL_EXPERTS | CALM, head_dim=64, sliding_window=128, rope_parameters=YARN),
         note="sinks; every second layer has a window",
     ),
-    "granite_moe": Family("GraniteMoeConfig", GRANITE | LOCAL_EXPERTS),
+    "granite_moe": Family("GraniteMoeConfig", GRANITE | LOCAL_EXPERTS | CALM),
     "granite_moe_shared": Family(
         "GraniteMoeSharedConfig", dict(GRANITE | LOCAL_EXPERTS, shared_intermediate_size=64)
     ),
