@@ -222,7 +222,7 @@ def test_each_prompt_of_a_batch_may_have_settings_of_its_own(
 
 def test_stored_kv_is_what_a_chunk_is_kept_as(blender: Blender) -> None:
     chunk = blender.chunk("Tolmere is a harbour town.")
-    shape = blender.model.kv_shape
+    shape = blender.model.blending.kv_shape
     chunk.kv.check(shape, len(chunk.token_ids))
     assert chunk.kv.num_bytes == 2 * 30 * len(chunk.token_ids) * 3 * 64 * 4
     assert all(t.dtype == torch.float32 for layer in chunk.kv.layers for t in layer)

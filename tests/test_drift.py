@@ -116,7 +116,7 @@ def test_a_step_blends_what_was_corrected(
         options: dict[str, Any] = dict(recomp_ratio=0.2, policy=policy)
         prompt, plan = plan_for(engine, chunks, engine.ids(7, 8), engine.ids(9, 9), **options)
         drift, asked, before = drifting(engine, plan, computed_at=5)
-        monkeypatch.setattr(engine.model.chunks, "drift", drift)
+        monkeypatch.setattr(engine.model.blending.chunks, "drift", drift)
         answers = []
         for one in (asked, before, plan):
             tokens = run(engine, [prompt], [one])
@@ -133,7 +133,7 @@ def test_a_text_that_does_not_fit_is_refused(blender: Blender) -> None:
     for count in (1, MIN_TOKENS - 1, 9000):
         with pytest.raises(ValueError, match=f"text has {count} tokens; allowed: {MIN_TOKENS} to"):
             blender.measure_drift([5] * count)
-    assert blender.model.chunks.drift is None
+    assert blender.model.blending.chunks.drift is None
 
 
 def kl(blender: Blender, prompt: BlendPrompt, full: torch.Tensor, settings: BlendSettings) -> float:
@@ -163,4 +163,4 @@ def test_a_real_model_s_answers_come_nearer_to_full_prefill(blender: Blender) ->
         alone = blender.prompt(blender.chunks(texts[0][:1]), samples[0]["query"])
         assert torch.equal(*(suffix_logits(blender, alone, settings=s) for s in (on, off)))
     finally:
-        blender.model.chunks.drift = None  # the engine is shared
+        blender.model.blending.chunks.drift = None  # the engine is shared

@@ -18,7 +18,7 @@ from vllm_blend.store.record import Layout
 
 def test_a_step_waits_for_its_own_layer_only(llama: Engine) -> None:
     """Every layer is released when the engine asks for it, and not before: the answer is the same."""
-    model = ModelKey("tiny", "{}", llama.model.kv_shape)
+    model = ModelKey("tiny", "{}", llama.model.blending.kv_shape)
     chunks = [llama.ids(40, seed) for seed in range(3)]
     keys = [model.chunk(ids) for ids in chunks]
     question = llama.ids(9, 7)
@@ -41,7 +41,7 @@ def test_a_step_waits_for_its_own_layer_only(llama: Engine) -> None:
         assert store.flush()
         for key in keys:
             store.discard(key)
-        asked = [threading.Event() for _ in range(llama.model.kv_shape.num_layers)]
+        asked = [threading.Event() for _ in range(llama.model.blending.kv_shape.num_layers)]
         layout = Layout.of(keys[0])
 
         def wait_until_asked(offset: int) -> None:
