@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_blend import Blender
+from vllm_blend.blender import Chunk
+from vllm_blend.core import CollectPlan
 from vllm_blend.eval import cli
 from vllm_blend.eval.cli import make_blender
 from vllm_blend.eval.data import Example, Passage
@@ -26,7 +31,9 @@ from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
 from vllm_blend.eval.tune import main as tune_main
 from vllm_blend.eval.tune import settings_of, tune
+from vllm_blend.prompt import TokenIds
 from vllm_blend.quality import watching
+from vllm_blend.select.static import movement
 from vllm_blend.settings import BlendSettings
 
 
@@ -85,13 +92,14 @@ def test_a_stopped_run_goes_on_where_it_was(run: tuple[Path, list[Result]], blen
 
 def test_examples_in_a_batch_get_what_they_get_alone(blender: Any, tmp_path: Path) -> None:
     methods = ["reuse", "prefix", "mapreduce", "ahead@0.3", "hkvd@0.16:behind=nothing"]
+    methods += ["static@0.3", "ahead*static@0.3:behind=harvested"]
     runs = [
         Runner(blender, Protocol("SmolLM2"), tmp_path / str(batch), batch).run(
-            TASKS["synthetic"], synthetic("cut", 2), methods
+            TASKS["synthetic"], synthetic("whole", 2), methods
         )
         for batch in (1, 2)
     ]
-    assert len(runs[0]) == len(runs[1]) == 2 * 6
+    assert len(runs[0]) == len(runs[1]) == 2 * 8
     for alone, together in zip(*runs, strict=True):
         assert (together.example, together.method) == (alone.example, alone.method)
         assert together.answer == alone.answer and together.same == alone.same
@@ -120,6 +128,65 @@ def test_a_long_passages_chunks_may_be_computed_behind_what_precedes_them(
     apart, near = kl[1, "reuse"], kl[1, "reuse:behind=before"]
     assert apart is not None and near is not None and near < 0.5 * apart
     assert kl[6, "reuse:behind=before"] == pytest.approx(kl[6, "reuse"])
+
+
+def test_kv_harvested_of_the_same_prompt_is_exact(
+    blender: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_blend.eval.runner.others", lambda examples: {e: e for e in examples})
+    runner = Runner(blender, Protocol("SmolLM2"), tmp_path, batch=2)
+    methods = ["reuse", "reuse:behind=harvested", "static@0.1:behind=harvested"]
+    for result in runner.run(TASKS["synthetic"], synthetic("whole", 2), methods):
+        assert result.kl is not None
+        assert (result.kl < 1e-5) == (result.method != "reuse")
+
+
+def test_methods_share_the_kv_of_their_chunks(
+    blender: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk is computed once in each context, and what stands before several of them once."""
+    task, examples = TASKS["synthetic"], synthetic("whole", 2)
+    head, text = blender.frame.head, blender.own_text
+    assert len(text) == 512
+    asked: list[tuple[TokenIds, TokenIds]] = []
+    expected = Counter([head + text])
+    for one, other in (examples, examples[::-1]):
+        ids = blender.token_ids(task.chunks(blender.tokenizer, one, 512))
+        before = list(accumulate(blender.token_ids(task.chunks(blender.tokenizer, other, 512))))
+        expected[head + before[-1]] += 1
+        expected.update(context + chunk for context in (head, head + text) for chunk in ids)
+        for texts in ([before[-1]] * 2, before[:-1]):
+            asked += [(head + text, chunk) for text, chunk in zip(texts, ids[1:], strict=True)]
+    expected.update(context + chunk for context, chunk in asked)
+
+    computed: Counter[TokenIds] = Counter()
+    kept: list[Chunk] = []
+    run, obtain = blender._run, blender.obtain
+
+    def see_run(prompts: Any, params: Any, plans: Any, use_tqdm: bool) -> Any:
+        if plans and isinstance(plans[0], CollectPlan):
+            computed.update(map(tuple, prompts))
+        return run(prompts, params, plans, use_tqdm)
+
+    def see_obtain(wanted: Any) -> Any:
+        kept.extend(found := obtain(wanted))
+        return found
+
+    monkeypatch.setattr(blender, "_run", see_run)
+    monkeypatch.setattr(blender, "obtain", see_obtain)
+    monkeypatch.setattr(blender, "_prefixes", {})
+    behinds = ["", *(f":behind={name}" for name in ("others", "harvested", "text"))]
+    methods = [name + behind for behind in behinds for name in ("reuse", "static@0.3")]
+    runner = Runner(blender, Protocol("SmolLM2", answers=False), tmp_path)
+    found = runner.run(task, examples, methods)
+    assert len(found) == 2 * 9
+    assert computed == expected
+    assert len(kept) == 2 * 4 * 3 and {(c.context, c.token_ids) for c in kept} > set(asked)
+    for chunk in kept[-4], kept[0]:  # the last one that was harvested, the first behind the head
+        other = head if chunk.context else text
+        contexts = [chunk.context, other]
+        scores = movement(*blender.collect([chunk.token_ids] * 2, contexts=contexts))
+        assert torch.allclose(chunk.kv.scores, scores, rtol=1e-3, atol=1e-4)
 
 
 def test_the_command_line_reaches_engine_and_runner(
