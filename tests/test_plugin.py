@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from engines import Engine
 
 import vllm_blend
-from vllm_blend import plugin
+from vllm_blend import compat, plugin
 
 
 def python(code: str, *args: str, **environment: str) -> str:
@@ -189,6 +191,67 @@ for names in (["LlamaForCausalLM"], ["GPT2LMHeadModel"], ["Gemma3ForCausalLM"]):
     for line, name in zip(lines, ("Llama", "GPT2LMHead", "Gemma3"), strict=True):
         stock = "GPT2LMHeadModel" if name == "GPT2LMHead" else f"{name}ForCausalLM"
         assert line == f"Blend{stock} {stock} ['BlendModel', '{stock}']"
+
+
+# --- attention that cannot blend -----------------------------------------------------------------
+
+
+def layers_of(**changes: Any) -> dict[str, Any]:
+    """Two attention layers of vLLM's, the second with ``changes``."""
+    from vllm.model_executor.layers.attention import Attention
+
+    found = {}
+    good: dict[str, Any] = dict(
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        impl=SimpleNamespace(alibi_slopes=None),
+        num_kv_heads=2,
+        head_size=64,
+        head_size_v=64,
+    )
+    for name, values in (("a", good), ("b", good | changes)):
+        layer = found[name] = object.__new__(Attention)
+        torch.nn.Module.__init__(layer)
+        for key, value in values.items():
+            object.__setattr__(layer, key, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, None),
+        ({"attn_type": "encoder_only"}, r"attention of type encoder_only \(layer b\)"),
+        ({"kv_sharing_target_layer_name": "a"}, r"layers that share another's KV cache \(layer b\)"),
+        ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, r"ALiBi \(layer b\)"),
+        ({"impl": SimpleNamespace()}, None),
+        ({"head_size_v": 32}, r"different head sizes of K and V \(layer b\)"),
+        ({"num_kv_heads": 4}, "layers with different KV heads or head sizes"),
+        ({"head_size": 32, "head_size_v": 32}, "layers with different KV heads or head sizes"),
+    ],
+)
+def test_attention_that_cannot_blend_is_named(changes: dict[str, Any], sentence: str | None) -> None:
+    reason = compat.why_attention_unsupported(layers_of(**changes))
+    if sentence is None:
+        assert reason is None
+    else:
+        assert reason is not None and re.search(f"^blending does not support {sentence}", reason)
+
+
+def test_layers_of_other_kinds_are_named() -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    class OfImages(Attention):
+        pass
+
+    assert compat.why_attention_unsupported({}) == (
+        "blending needs attention over a paged cache; this model has none"
+    )
+    layers = layers_of() | {"c": object.__new__(OfImages)}
+    reason = compat.why_attention_unsupported(layers)
+    assert reason == (
+        "blending does not support OfImages (layer c): its cache is not K and V of tokens"
+    )
 
 
 def test_the_paper_scripts_chain_reaches_the_model(llama: Engine) -> None:
