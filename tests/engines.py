@@ -190,14 +190,15 @@ def run(
 def plan_for(
     engine: Engine, chunks: list[list[int]], gap: list[int], question: list[int], **settings: Any
 ) -> tuple[list[int], BlendPlan]:
-    """A prompt with ``gap`` before each chunk, and its plan."""
+    """A prompt with ``gap`` before each chunk, and its plan: the paper's, but for ``settings``."""
     prompt: list[int] = []
     spans = []
     for chunk, kv in zip(chunks, collect(engine, chunks), strict=True):
         prompt += gap
         spans.append(ChunkSpan(len(prompt), kv, tuple(chunk)))
         prompt += chunk
-    return prompt + question, BlendPlan(tuple(spans), BlendSettings(**settings))
+    chosen = dict(policy="hkvd", recomp_ratio=0.16) | settings
+    return prompt + question, BlendPlan(tuple(spans), BlendSettings(**chosen))
 
 
 def drifting(engine: Engine, plan: BlendPlan, computed_at: int) -> tuple[Drift, BlendPlan, BlendPlan]:

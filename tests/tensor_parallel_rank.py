@@ -66,9 +66,9 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
         }
 
     folder = out.parent / f"chunks-{NUM_RANKS}"
-    settings = BlendSettings(recomp_ratio=0.2)
+    settings = BlendSettings(policy="hkvd", recomp_ratio=0.2)
     with ChunkStore([DiskTier(folder, budget_bytes=10**9)], host_bytes=10**8) as store:
-        blender = Blender(llm, settings, store=store, scored=True)
+        blender = Blender(llm, settings, stand_in="", store=store, scored=True)
         answer(blender, "full", None)
         answer(blender, "all", replace(settings, recomp_ratio=1.0))
         for policy in POLICIES:
@@ -78,7 +78,7 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
             digest = blender.key(blender.token_ids(texts)[0]).digest
             next(folder.rglob(f"{digest.hex()}*")).unlink()
     with ChunkStore([DiskTier(folder, budget_bytes=10**9)], host_bytes=10**8) as store:
-        blender = Blender(llm, settings, store=store, scored=True)
+        blender = Blender(llm, settings, stand_in="", store=store, scored=True)
         answer(blender, "again", settings)
         store.flush()
         found["stats"] = store.stats()

@@ -70,6 +70,10 @@ def scored(spans: Sequence[ChunkSpan], without: Sequence[int] = ()) -> tuple[Chu
     return tuple(found)
 
 
+def chosen_by(policy: str, **settings: Any) -> BlendSettings:
+    return BlendSettings(policy=policy, **({"recomp_ratio": 0.16} | settings))
+
+
 def alone(engine: Engine, prompt: list[int]) -> Any:
     """Each chunk's KV, computed without the others, joined."""
     return engine.stored([prompt[s : s + n] for s, n in zip(starts(), LENGTHS, strict=True)])
@@ -142,7 +146,7 @@ def test_the_views_scores_are_those_of_a_full_prefill(
     engine: Engine, prompt: list[int], views: list[View]
 ) -> None:
     spans = spans_of(engine.collect(prompt))
-    run(engine, [prompt], [BlendPlan(spans, BlendSettings(policy="ahead*hkvd"))], max_tokens=1)
+    run(engine, [prompt], [BlendPlan(spans, chosen_by("ahead*hkvd"))], max_tokens=1)
     (view,) = views
     expected = [layer[:TOTAL] for layer in question_attention(engine.folder, prompt)]
     assert relative_error(view.here, expected[1]) < 1e-4  # type: ignore[attr-defined]
@@ -155,7 +159,7 @@ def test_the_question_is_asked_by_those_who_want_it_alone(
 ) -> None:
     spans = spans_of(alone(engine, prompt))
     names = ("hkvd", "ahead*hkvd", "static", "ahead")
-    plans = [BlendPlan(spans, BlendSettings(policy=name)) for name in names]
+    plans = [BlendPlan(spans, chosen_by(name)) for name in names]
     run(engine, [prompt] * 4, plans, max_tokens=1)
     assert [view.ahead is None for view in views] == [True, False]  # type: ignore[attr-defined]
     assert [choice.received is None for choice in choices] == [True, False]
@@ -177,7 +181,7 @@ def test_tokens_that_no_chunk_holds_are_seen_too(
     )
     for layer in engine.model.layers:  # what other requests left in the cache
         layer.self_attn.attn.kv_cache.normal_(0, 50)
-    run(engine, [ids], [BlendPlan(spans, BlendSettings(policy=policy))], max_tokens=1)
+    run(engine, [ids], [BlendPlan(spans, chosen_by(policy))], max_tokens=1)
     expected = [
         torch.cat([layer[start:end] for start, end in places])
         for layer in question_attention(engine.folder, ids, MAX_ASKED)
@@ -196,7 +200,7 @@ def test_tokens_that_no_chunk_holds_are_seen_too(
 def test_deviations_and_places(engine: Engine, prompt: list[int], views: list[View]) -> None:
     apart, whole = alone(engine, prompt), engine.collect(prompt)
     spans = scored(spans_of(apart), without=[1, 2])
-    run(engine, [prompt], [BlendPlan(spans)], max_tokens=1)
+    run(engine, [prompt], [BlendPlan(spans, chosen_by("hkvd"))], max_tokens=1)
     (view,) = views
     for kind, found in enumerate((view.k_deviation, view.v_deviation)):
         expected = (apart[1][kind] - whole[1][kind][:TOTAL]).square().sum((1, 2))
@@ -224,7 +228,7 @@ def test_rows_are_chosen_early_by_what_is_known_of_the_chunks(
     """One of the chunks has no scores, and one is exact here."""
     spans = list(scored(spans_of(alone(engine, prompt)), without=[2]))
     spans[0] = replace(spans[0], exact=True)
-    settings = BlendSettings(policy=policy, recomp_ratio=ratio, seed=4, first_share=0.3)
+    settings = chosen_by(policy, recomp_ratio=ratio, seed=4, first_share=0.3)
     plan = BlendPlan(tuple(spans), settings)
     run(engine, [prompt], [plan], max_tokens=1)
     rows = kept(engine)
@@ -239,7 +243,7 @@ def test_rows_are_chosen_early_by_the_questions_attention(
 ) -> None:
     spans = list(scored(spans_of(engine.collect(prompt)), without=[0]))
     spans[2] = replace(spans[2], exact=True)
-    settings = BlendSettings(policy=policy, recomp_ratio=0.3, first_share=0.3)
+    settings = chosen_by(policy, recomp_ratio=0.3, first_share=0.3)
     run(engine, [prompt], [BlendPlan(tuple(spans), settings)], max_tokens=1)
     rows = kept(engine)
     received = sum(question_attention(engine.folder, prompt))[:TOTAL]  # type: ignore[index]
@@ -257,7 +261,7 @@ def test_policies_of_both_kinds_share_a_step(
     names = ("ahead", "hkvd", None, "static", "ahead*hkvd", "random")
     gradual: dict[str, Any] = dict(check_layers=(2, 3), recomp_ratios=(0.5, 0.2))
     plans = [
-        name and BlendPlan(spans, BlendSettings(policy=name, **(gradual if name == "hkvd" else {})))
+        name and BlendPlan(spans, chosen_by(name, **(gradual if name == "hkvd" else {})))
         for name in names
     ]
     single = [run(engine, [prompt], [plan])[0] for plan in plans]
@@ -275,7 +279,7 @@ def test_policies_of_both_kinds_share_a_step(
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_exact_kv_reproduces_full_prefill(engine: Engine, prompt: list[int], policy: str) -> None:
-    plan = BlendPlan(spans_of(engine.collect(prompt)), BlendSettings(policy=policy))
+    plan = BlendPlan(spans_of(engine.collect(prompt)), chosen_by(policy))
     assert run(engine, [prompt], [plan]) == run(engine, [prompt], [None])
     assert len(engine.flags["imp_indices"]) == int(0.16 * TOTAL) + QUESTION
 
@@ -286,8 +290,8 @@ def test_stored_kv_and_neighbours_in_a_batch_do_not_notice(
 ) -> None:
     apart = alone(engine, prompt)
     before = [[tensor.clone() for tensor in layer] for layer in apart]
-    plan = BlendPlan(spans_of(apart), BlendSettings(policy=policy))
-    other = BlendPlan(spans_of(apart), BlendSettings(recomp_ratio=0.5))
+    plan = BlendPlan(spans_of(apart), chosen_by(policy))
+    other = BlendPlan(spans_of(apart), chosen_by("hkvd", recomp_ratio=0.5))
     single = [run(engine, [prompt], [p])[0] for p in (plan, other, None)]
     assert run(engine, [prompt] * 3, [plan, other, None]) == single
     for layer, copy in zip(apart, before, strict=True):
@@ -309,20 +313,20 @@ def test_a_pass_ahead_leaves_nothing_but_the_choice(
     if kind == "gradual":
         options = dict(check_layers=(1, 3), recomp_ratios=(0.5, 0.2))
     asks, does_not = ("ahead", "random") if kind == "early" else ("ahead*hkvd", "hkvd")
-    plan = BlendPlan(spans, BlendSettings(policy=asks, **options))
+    plan = BlendPlan(spans, chosen_by(asks, **options))
     chosen: list[torch.Tensor] = []
     with monkeypatch.context() as patch:
         patch.setattr(loop, "choose_rows", lambda *a: chosen.append(choose_rows(*a)) or chosen[-1])
         with_pass = logits_of(engine, prompt, plan)
         chosen += [choice.rows for choice in choices]
-        plain = BlendPlan(spans, BlendSettings(recomp_ratio=0.4))
+        plain = BlendPlan(spans, chosen_by("hkvd", recomp_ratio=0.4))
         beside = run(engine, [prompt, prompt], [plan, plain])
         assert beside == [run(engine, [prompt], [p])[0] for p in (plan, plain)]
     rows = iter(chosen)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "choose_rows", lambda view, count: next(rows))
         patch.setattr(early, "choose", lambda request, received: next(rows))
-        without = logits_of(engine, prompt, BlendPlan(spans, BlendSettings(policy=does_not, **options)))
+        without = logits_of(engine, prompt, BlendPlan(spans, chosen_by(does_not, **options)))
     assert relative_error(with_pass, without) < 1e-5
 
 
@@ -330,7 +334,7 @@ def test_a_pass_ahead_leaves_nothing_but_the_choice(
 @pytest.mark.parametrize("policy", ["hkvd", "ahead*hkvd", "static", "ahead"])
 def test_stored_kv_is_let_go_with_its_request(engine: Engine, prompt: list[int], policy: str) -> None:
     """At once, not when garbage is collected: a store's memory is for other chunks then."""
-    plan = BlendPlan(spans_of(alone(engine, prompt)), BlendSettings(policy=policy))
+    plan = BlendPlan(spans_of(alone(engine, prompt)), chosen_by(policy))
     stored = [weakref.ref(span.kv) for span in plan.spans]
     gc.collect()
     gc.disable()
@@ -354,8 +358,8 @@ def logits_of(engine: Engine, ids: list[int], plan: BlendPlan) -> torch.Tensor:
     "policy", ["query", "ahead*hkvd", "heads+hkvd", "static", "ahead", "heads+ahead*static"]
 )
 def test_windows_without_the_question(engine: Engine, prompt: list[int], policy: str) -> None:
-    plan = BlendPlan(spans_of(engine.collect(prompt)), BlendSettings(policy=policy))
-    gradual = BlendSettings(policy=policy, check_layers=(1, 3), recomp_ratios=(0.5, 0.2))
+    plan = BlendPlan(spans_of(engine.collect(prompt)), chosen_by(policy))
+    gradual = chosen_by(policy, check_layers=(1, 3), recomp_ratios=(0.5, 0.2))
     expected = run(engine, [prompt], [None])
     with windows_of(engine, 64):
         assert run(engine, [prompt], [plan]) == expected
@@ -382,9 +386,7 @@ def test_windows_blend_as_the_whole_does(
 ) -> None:
     """With KV that is off: the same rows and logits, whatever the window. The question is asked in the
     last window alone, whose chunk tokens it chooses among."""
-    plan = BlendPlan(
-        scored(spans_of(alone(engine, prompt))), BlendSettings(policy=policy, recomp_ratio=0.3)
-    )
+    plan = BlendPlan(scored(spans_of(alone(engine, prompt))), chosen_by(policy, recomp_ratio=0.3))
     whole = logits_of(engine, prompt, plan)
     (choice,) = choices
     by_scores = early.choose(replace_request(choice.request, plan), None).tolist()
@@ -438,7 +440,7 @@ def test_rows_are_those_of_plain_python(
     name: str, seed: int, lengths: list[int], exact_first: bool, asked: bool, ratio: float
 ) -> None:
     view = fake_view(seed, lengths, exact_first, asked)
-    settings = BlendSettings(policy=name, seed=seed, first_share=0.4)
+    settings = chosen_by(name, seed=seed, first_share=0.4)
     count = num_kept(ratio, sum(lengths))
     rows = make_policy(settings).rows(view, count).tolist()
     check_rows(rows, name, view, seed, count, 0.4)

@@ -70,7 +70,7 @@ def test_what_would_skip_chunks_is_refused() -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_conversation_is_the_template_s(smollm2_engine: Engine, chat: bool) -> None:
     """At ratio 1 each answer is that of a full prefill of the whole conversation."""
-    blender = Blender(smollm2_engine.llm, ALL, chat=chat)
+    blender = Blender(smollm2_engine.llm, ALL, chat=chat, stand_in="")
     talk = Conversation(blender, DOCUMENTS)
     made = computed(blender)
     questions = ["Who founded the bakery?", "When?", "What does the museum show?"]
@@ -90,7 +90,7 @@ def test_a_conversation_is_the_template_s(smollm2_engine: Engine, chat: bool) ->
 
 
 def test_a_conversation_without_documents_forgets_its_oldest_turns(smollm2_engine: Engine) -> None:
-    blender = Blender(smollm2_engine.llm)
+    blender = Blender(smollm2_engine.llm, stand_in="")
     talk = Conversation(blender, max_prompt_tokens=150)
     for number in range(5):
         output = talk.ask(smollm2_engine.ids(30, number), GREEDY)
@@ -101,7 +101,7 @@ def test_a_conversation_without_documents_forgets_its_oldest_turns(smollm2_engin
 
 
 def test_a_long_document_is_computed_once(smollm2_engine: Engine) -> None:
-    blender = Blender(smollm2_engine.llm, ALL)
+    blender = Blender(smollm2_engine.llm, ALL, stand_in="")
     made = computed(blender)
     ids = smollm2_engine.ids(230, 3)
     with pytest.raises(ValueError, match="stride is 4; allowed: 1 to window = 3"):
@@ -122,7 +122,7 @@ def test_a_batch_has_a_shared_chunk_once(smollm2_engine: Engine, tmp_path: Path)
     a, b, c = (smollm2_engine.ids(30, seed) for seed in range(3))
     requests = [([a, b], "What?"), ([b, c], "Who?"), ([c, a, b], "Where?")]
     with ChunkStore([DiskTier(tmp_path, 1 << 30)], host_bytes=1 << 26) as store:
-        blender = Blender(smollm2_engine.llm, store=store)
+        blender = Blender(smollm2_engine.llm, stand_in="", store=store)
         made = computed(blender)
         outputs = ask_many(blender, requests, GREEDY)
         assert len(made) == 3
@@ -148,21 +148,23 @@ def test_warm_up_goes_on_where_it_was_broken_off(smollm2_engine: Engine, tmp_pat
         ChunkStore([DiskTier(tmp_path, 1 << 30)], host_bytes=1 << 26) as store,
         pytest.raises(KeyboardInterrupt),
     ):
-        warm_up(Blender(smollm2_engine.llm, store=store), broken_off(), batch=3, use_tqdm=False)
+        warm_up(
+            Blender(smollm2_engine.llm, stand_in="", store=store), broken_off(), batch=3, use_tqdm=False
+        )
     with ChunkStore([DiskTier(tmp_path, 1 << 30)], host_bytes=1 << 26) as store:
-        blender = Blender(smollm2_engine.llm, store=store)
+        blender = Blender(smollm2_engine.llm, stand_in="", store=store)
         made = computed(blender)
         assert warm_up(blender, [*corpus, corpus[0]], batch=4) == WarmUp(6, 6, 0)
         assert len(made) == 6
         assert warm_up(blender, corpus, use_tqdm=False) == WarmUp(12, 0, 0)
     with pytest.raises(ValueError, match="the blender has no store"):
-        warm_up(Blender(smollm2_engine.llm), corpus)
+        warm_up(Blender(smollm2_engine.llm, stand_in=""), corpus)
 
 
 def test_warm_up_ends_where_the_store_is_full(smollm2_engine: Engine, tmp_path: Path) -> None:
     corpus = [smollm2_engine.ids(20, seed) for seed in range(8)]
     with ChunkStore([DiskTier(tmp_path, 5_500_000)], host_bytes=1 << 20) as store:
-        blender = Blender(smollm2_engine.llm, store=store)
+        blender = Blender(smollm2_engine.llm, stand_in="", store=store)
         assert warm_up(blender, corpus, batch=2, use_tqdm=False) == WarmUp(0, 5, 3)
         assert "evictions.disk" not in store.stats()
         assert warm_up(blender, corpus, batch=2, use_tqdm=False) == WarmUp(5, 0, 3)
