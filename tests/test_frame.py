@@ -171,7 +171,6 @@ def test_rows_are_those_that_are_kept(made: Made, data: st.DataObject) -> None:
         assert [rows[i] for i in at.tolist()] == left[request]
         assert [made.held(request)[i] for i in index.tolist()] == left[request]
     early = all(request.settings.early for request in step.blended)
-    assert frame.early == early
     assert frame.status(2) == (Status.AFTER_CHECK if frame.kept else Status.FULL_PREFILL)
     assert frame.status(1) == (frame.status(2) if early else Status.CHECK)
 
