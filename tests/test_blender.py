@@ -12,14 +12,14 @@ from engines import Engine
 
 from vllm_blend import Blender, BlendSettings
 from vllm_blend.quality import kl_divergence, suffix_logits
-from vllm_blend.settings import STAND_IN_SETTINGS
+from vllm_blend.settings import NO_STAND_IN
 
 INPUTS = Path(__file__).parent.parent / "inputs"
 
 
 @pytest.fixture(scope="module")
 def blender(smollm2_engine: Engine) -> Blender:
-    return Blender(smollm2_engine.llm)
+    return Blender(smollm2_engine.llm, stand_in="", scored=False)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_raw_text_and_arguments(smollm2_engine: Engine) -> None:
 
 def test_chunks_are_computed_behind_the_head(smollm2_engine: Engine, texts: list[str]) -> None:
     """Right behind the head a chunk's stored KV is exact; computed behind anything else it is not."""
-    blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:")
+    blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:", stand_in="")
     question, reuse = "What is the limit?", BlendSettings(recomp_ratio=0.0)
     own, bare = blender.chunk(texts[0]), blender.chunk(texts[0], head="")
     assert own is blender.chunk(texts[0], head="Answer from these texts:")
@@ -140,7 +140,7 @@ def test_chunks_are_computed_behind_the_head(smollm2_engine: Engine, texts: list
 def test_a_document_behind_all_that_precedes_is_a_full_prefill(
     smollm2_engine: Engine, texts: list[str]
 ) -> None:
-    blender = Blender(smollm2_engine.llm, head="Answer from this text:")
+    blender = Blender(smollm2_engine.llm, head="Answer from this text:", stand_in="")
     text = "\n".join(texts[:3])
     ids = blender.tokenizer.encode(text, add_special_tokens=False)
     whole = blender.document(text, chunk_tokens=100, overlap=len(ids))
@@ -233,7 +233,7 @@ def test_all_chunks_but_the_first_are_computed_behind_the_stand_in(
 ) -> None:
     stand_in = texts[3]
     blender = Blender(smollm2_engine.llm, stand_in=stand_in)
-    assert blender.settings == STAND_IN_SETTINGS
+    assert blender.settings == BlendSettings()
     assert blender.stand_in == blender.token_ids([stand_in])[0]
     head = blender.frame.head
     chunks = blender.chunks(texts[:3])
@@ -248,7 +248,7 @@ def test_all_chunks_but_the_first_are_computed_behind_the_stand_in(
     assert kl_divergence(full, suffix_logits(blender, prompt, settings=reuse)) < 1e-6
     # behind the head alone it is not
     plain = Blender(smollm2_engine.llm, stand_in="")
-    assert plain.settings == BlendSettings()
+    assert plain.settings == NO_STAND_IN
     apart = plain.prompt(plain.chunks([stand_in, texts[0]]), question)
     assert kl_divergence(full, suffix_logits(plain, apart, settings=reuse)) > 1e-3
 

@@ -21,7 +21,7 @@ from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
 from vllm_blend.select.static import SCORING_TOKENS, movement
-from vllm_blend.settings import STAND_IN_SETTINGS, BlendSettings
+from vllm_blend.settings import NO_STAND_IN, BlendSettings
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -67,15 +67,16 @@ class Blender:
 
     Args:
         llm: made with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
-        settings: which tokens are recomputed; None: ``BlendSettings()``, with a stand-in
-            ``STAND_IN_SETTINGS``.
+        settings: which tokens are recomputed; None: ``BlendSettings()``, without a stand-in
+            ``NO_STAND_IN``.
         chat: put prompts into the model's chat template; None: if it has one.
         system: system message of the chat template; None: the template's default.
         head: what every prompt begins with behind BOS or the template's marks, such as an instruction;
             text (a separator follows it) or token ids (likewise). "": nothing.
         stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
             corpus; text (a separator follows it) or token ids (likewise). It stands in for the chunks
-            before a chunk, so that stored KV is nearer to what the prompt makes of it. "": nothing.
+            before a chunk, so that stored KV is nearer to what the prompt makes of it. None: a text of
+            our own, which is some way nearer; "": nothing.
         separator: text behind each chunk; it becomes part of the chunk.
         store: where chunks are kept; whoever made it closes it.
         salt: of the tenant whose chunks these are: others do not find them in the store.
@@ -100,7 +101,7 @@ class Blender:
         chat: bool | None = None,
         system: str | None = None,
         head: str | Sequence[int] = "",
-        stand_in: str | Sequence[int] = "",
+        stand_in: str | Sequence[int] | None = None,
         separator: str = "\n\n",
         store: ChunkStore | None = None,
         salt: str = "",
@@ -108,7 +109,8 @@ class Blender:
     ) -> None:
         self.llm = llm
         self.model = blend_model(llm)
-        self.settings = settings or (STAND_IN_SETTINGS if len(stand_in) else BlendSettings())
+        without = stand_in is not None and not len(stand_in)
+        self.settings = settings or (NO_STAND_IN if without else BlendSettings())
         self.settings.check_num_layers(self.model.blending.kv_shape.num_layers)
         self.tokenizer = llm.get_tokenizer()
         if chat is None:
@@ -120,8 +122,9 @@ class Blender:
         self.separator = text_ids(self.tokenizer, separator, "separator") if separator else ()
         self.frame = Frame(self.head_ids(head), self._around.tail)
         self.stand_in: TokenIds = ()
-        if len(stand_in):
-            self.stand_in = text_ids(self.tokenizer, stand_in, "stand_in") + self.separator
+        if not without:
+            text = self.own_text if stand_in is None else stand_in
+            self.stand_in = text_ids(self.tokenizer, text, "stand_in") + self.separator
             room = llm.model_config.max_model_len - len(self.frame.head) - 2
             if len(self.stand_in) > room:
                 raise ValueError(f"stand_in has {len(self.stand_in)} tokens; allowed: {room} at most")
@@ -165,7 +168,7 @@ class Blender:
 
     @cached_property
     def own_text(self) -> TokenIds:
-        """The text of our own that chunks are computed behind for their scores."""
+        """The text of our own that chunks are computed behind: as a stand-in, or for their scores."""
         room = self.llm.model_config.max_model_len // 4
         return text_ids(self.tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, room)]
 

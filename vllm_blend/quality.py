@@ -41,12 +41,17 @@ def suffix_logits(
     def keep(module: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         hidden.append(output)
 
-    hook = outer.register_forward_hook(keep, with_kwargs=True)
+    # a step that blends calls the model on some of its rows only, and more than once
+    blending = blender.model.blending
+    hook = None if blend else outer.register_forward_hook(keep, with_kwargs=True)
+    blending.watch = hidden.append if blend else None
     try:
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         blender.generate(prompt, params, settings=settings, blend=blend)
     finally:
-        hook.remove()
+        blending.watch = None
+        if hook is not None:
+            hook.remove()
     num_tokens = len(prompt.token_ids)
     if len(hidden) != 1 or hidden[0].shape[0] < num_tokens:
         raise RuntimeError(

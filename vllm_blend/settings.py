@@ -33,8 +33,9 @@ LOOP_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 class BlendSettings:
     """Which tokens of the reused chunks are recomputed, and where that is decided.
 
-    The defaults are those of the CacheBlend paper (arXiv 2405.16444, section 4): tokens are
-    chosen at layer 1, by how far their fresh V lies from the stored one, and 16% are recomputed.
+    By default 8% are recomputed: those whose K and V move most between two contexts, as far as the
+    question attends to them. The CacheBlend paper (arXiv 2405.16444, section 4) chooses at layer 1, by
+    how far fresh V lies from the stored one, and recomputes 16%: ``PAPER``.
 
     Args:
         check_layers: layers (ascending, from 1) at which rows are chosen. Layer 0 cannot be one:
@@ -46,8 +47,8 @@ class BlendSettings:
             mask of the paper's published code, for comparison only; it lets queries see later keys.
         policy: how tokens are chosen: a name in ``POLICIES``, products ``a*b`` of their scores, or
             ``a+b``, where ``a`` chooses some of the rows and ``b`` the rest. Those that ask the
-            question fall back to ``"hkvd"`` in windows of a chunked prefill that do not hold the
-            question; those that look at chunk heads need a span for each chunk.
+            question fall back in windows of a chunked prefill that do not hold it, to ``"static"`` or,
+            with ``"hkvd"``, to that; those that look at chunk heads need a span for each chunk.
         first_share: for policies of the form ``a+b``: the share of the rows that ``a`` chooses.
         seed: for ``"random"``.
         drift: correct stored KV for where it stands (``drift.py``). The model's drift must have been
@@ -58,10 +59,10 @@ class BlendSettings:
     """
 
     check_layers: tuple[int, ...] = (1,)
-    recomp_ratio: float = 0.16
+    recomp_ratio: float = 0.08
     recomp_ratios: tuple[float, ...] | None = None
     mask: str = "exact"
-    policy: str = "hkvd"
+    policy: str = "ahead*static"
     first_share: float = 0.5
     seed: int = 0
     drift: bool = False
@@ -195,6 +196,8 @@ def check_layer_list(values: Any) -> tuple[int, ...]:
     return layers
 
 
-STAND_IN_SETTINGS = BlendSettings(policy="ahead*hkvd", recomp_ratio=0.08)
-"""The default where chunks are computed behind a stand-in: half of the tokens, and on no data set of
-docs/quality.md farther from full prefill, in the mean of its models, than the default without one."""
+PAPER = BlendSettings(policy="hkvd", recomp_ratio=0.16)
+"""The CacheBlend paper's choice, which ``cache_fuse_metadata`` has by default."""
+
+NO_STAND_IN = BlendSettings(recomp_ratio=0.16)
+"""The default where chunks are computed behind a prompt's head alone: their KV is farther off."""

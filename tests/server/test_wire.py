@@ -143,10 +143,11 @@ def test_server_settings_hold_the_requests_defaults() -> None:
 @pytest.mark.parametrize(
     ("values", "policy", "ratio"),
     [
-        ({"stand_in": ""}, "hkvd", 0.16),
-        ({"stand_in": "A passage."}, "ahead*hkvd", 0.08),
+        ({}, "ahead*static", 0.08),
+        ({"stand_in": ""}, "ahead*static", 0.16),
+        ({"stand_in": "A passage."}, "ahead*static", 0.08),
         ({"stand_in": "A passage.", "policy": "hkvd"}, "hkvd", 0.08),
-        ({"stand_in": "A passage.", "recomp_ratio": 0.3}, "ahead*hkvd", 0.3),
+        ({"stand_in": "", "recomp_ratio": 0.3}, "ahead*static", 0.3),
     ],
 )
 def test_a_stand_in_changes_the_defaults_alone(

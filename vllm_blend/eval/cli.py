@@ -113,7 +113,8 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "", **engin
         enforce_eager=True,
         disable_log_stats=False,
     )
-    return Blender(LLM(model=str(model or embedded_model()), **chosen | engine), chat=False, head=head)
+    llm = LLM(model=str(model or embedded_model()), **chosen | engine)
+    return Blender(llm, chat=False, head=head, stand_in="")  # methods say what chunks are behind
 
 
 def runner_of(

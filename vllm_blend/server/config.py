@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.settings import STAND_IN_SETTINGS, BlendSettings, check_ratio
+from vllm_blend.settings import NO_STAND_IN, BlendSettings, check_ratio
 from vllm_blend.store.controller import FLOOR
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class ServerSettings:
         head: a text that most prompts begin with (in a chat: the user's turn); likewise. Empty: none.
         stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
             corpus, as they would stand in a prompt: all chunks but a prompt's first are computed behind
-            it too, since others will stand before them. Where it is set, the default policy and ratio
-            are those of ``STAND_IN_SETTINGS``. Empty: none.
+            it too, since others will stand before them. None: a text of our own, which brings less.
+            Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
         ram_gb: memory for chunks' KV, in GiB.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
@@ -61,7 +61,7 @@ class ServerSettings:
     separator: str = "<|chunk|>"
     system: str | None = None
     head: str = ""
-    stand_in: str = ""
+    stand_in: str | None = None
     min_chunk_tokens: int = 16
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
@@ -76,11 +76,12 @@ class ServerSettings:
         for name in ("auto", "parts", "log_requests"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
-        for name in ("separator", "head", "stand_in"):
+        for name in ("separator", "head"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text")
-        if not (self.system is None or isinstance(self.system, str)):
-            raise ValueError(f"system is {self.system!r}; expected a text or null")
+        for name in ("system", "stand_in"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text or null")
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:
@@ -114,8 +115,8 @@ class ServerSettings:
         others = {k: v for k, v in values.items() if k in own}
         floor = cls(**others).quality_floor
         chosen: dict[str, Any] = {}
-        if others.get("stand_in"):
-            chosen = {k: getattr(STAND_IN_SETTINGS, k) for k in ("policy", "recomp_ratio")}
+        if others.get("stand_in") == "":
+            chosen = {"recomp_ratio": NO_STAND_IN.recomp_ratio}
         chosen |= {k: v for k, v in values.items() if k in theirs}
         theirs_given, paced = split_ratio(chosen, floor)
         if paced and values.get("store") is None:

@@ -54,7 +54,7 @@ class Contexts(NamedTuple):
 
 
 def chunk_contexts(
-    vllm_config: Any, system: str | None = None, head: str = "", stand_in: str = ""
+    vllm_config: Any, system: str | None = None, head: str = "", stand_in: str | None = None
 ) -> Contexts:
     """The chat template's head, else BOS, then ``head``; for all chunks but the first ``stand_in`` too.
 
@@ -64,7 +64,7 @@ def chunk_contexts(
         vllm_config: the engine's.
         system: a system message for the template; None: its default.
         head: text behind all that.
-        stand_in: text behind that.
+        stand_in: text behind that; None: a text of our own.
 
     Raises:
         ValueError: if there is no tokenizer for these texts, no template for ``system``, or if they
@@ -87,13 +87,13 @@ def chunk_contexts(
             raise ValueError(f"system of vllm_blend does not fit the chat template: {error}") from error
         frame = plain_frame(tokenizer)
     first = head_ids(tokenizer, frame, head, ())
-    later = first + (text_ids(tokenizer, stand_in, "stand_in of vllm_blend") if stand_in else ())
     longest = model_config.max_model_len
+    own = text_ids(tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, longest // 4)]
+    later = first + (text_ids(tokenizer, stand_in, "stand_in of vllm_blend") if stand_in else ())
+    if stand_in is None and len(first + own) <= longest - 2:
+        later = first + own
     if len(later) > longest - 2:
         raise ValueError(
             f"system, head and stand_in of vllm_blend have {len(later)} tokens; allowed: {longest - 2}"
         )
-    scoring = first
-    if first == later:
-        scoring += text_ids(tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, longest // 4)]
-    return Contexts(first, later, scoring)
+    return Contexts(first, later, first + own if first == later else first)
