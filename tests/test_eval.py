@@ -83,8 +83,8 @@ def test_method_names_are_read() -> None:
         expected = {"policy": policy, "recomp_ratio": float(ratio), **values}
         assert blend_settings(name) == BlendSettings.from_mapping(expected)
     assert blend_settings("full") is None
-    assert blend_settings("reuse") == BlendSettings(recomp_ratio=0.0)
-    assert blend_settings("reuse:behind=nothing") == BlendSettings(recomp_ratio=0.0)
+    nothing = BlendSettings(policy="hkvd", recomp_ratio=0.0)
+    assert blend_settings("reuse") == blend_settings("reuse:behind=nothing") == nothing
     assert split_behind("hkvd@0.16:seed=3:behind=bos") == ("hkvd@0.16:seed=3", "bos")
     assert split_behind("ahead@0.1") == ("ahead@0.1", None)
     for name, message in (

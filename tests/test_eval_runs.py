@@ -34,7 +34,7 @@ from vllm_blend.eval.tune import settings_of, tune
 from vllm_blend.prompt import TokenIds
 from vllm_blend.quality import watching
 from vllm_blend.select.static import movement
-from vllm_blend.settings import BlendSettings
+from vllm_blend.settings import PAPER, BlendSettings
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +149,14 @@ def test_methods_share_the_kv_of_their_chunks(
     head, text = blender.frame.head, blender.own_text
     assert len(text) == 512
     asked: list[tuple[TokenIds, TokenIds]] = []
-    expected = Counter([head + text])
+    stand_in = text + blender.separator
+    expected = Counter([head + text, *[head + stand_in] * 2])  # the latter in each batch
     for one, other in (examples, examples[::-1]):
         ids = blender.token_ids(task.chunks(blender.tokenizer, one, 512))
         before = list(accumulate(blender.token_ids(task.chunks(blender.tokenizer, other, 512))))
         expected[head + before[-1]] += 1
         expected.update(context + chunk for context in (head, head + text) for chunk in ids)
-        for texts in ([before[-1]] * 2, before[:-1]):
+        for texts in ([before[-1]] * 2, before[:-1], [stand_in] * 2):
             asked += [(head + text, chunk) for text, chunk in zip(texts, ids[1:], strict=True)]
     expected.update(context + chunk for context, chunk in asked)
 
@@ -181,8 +182,8 @@ def test_methods_share_the_kv_of_their_chunks(
     found = runner.run(task, examples, methods)
     assert len(found) == 2 * 9
     assert computed == expected
-    assert len(kept) == 2 * 4 * 3 and {(c.context, c.token_ids) for c in kept} > set(asked)
-    for chunk in kept[-4], kept[0]:  # the last one that was harvested, the first behind the head
+    assert len(kept) == 2 * 4 * 3 and set(asked) < {(c.context, c.token_ids) for c in kept}
+    for chunk in kept[-1], kept[-4], kept[0]:  # behind the text, harvested, behind the head
         other = head if chunk.context else text
         contexts = [chunk.context, other]
         scores = movement(*blender.collect([chunk.token_ids] * 2, contexts=contexts))
@@ -312,7 +313,7 @@ def found(blender: Any) -> dict[str, Diagnosis]:
     chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
     prompt = blender.prompt(chunks, task.ask(example))
     return {
-        policy: diagnose(blender, prompt, BlendSettings(policy=policy), (0.0, 0.3, 1.0))
+        policy: diagnose(blender, prompt, replace(PAPER, policy=policy), (0.0, 0.3, 1.0))
         for policy in ("hkvd", "ahead")
     }
 
@@ -340,7 +341,7 @@ def test_attention_deviates_less_at_a_higher_ratio_and_not_at_one(found: dict[st
 def test_the_page_holds_all_that_it_shows(
     found: dict[str, Diagnosis], run: tuple[Path, list[Result]]
 ) -> None:
-    page = render(found, BlendSettings(), "a <model>", summarize(run[1]))
+    page = render(found, PAPER, "a <model>", summarize(run[1]))
     sources = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page)
     assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
     rest = re.sub(r"base64,[^\"]*", "", page).lower()
@@ -355,7 +356,7 @@ def test_the_page_of_a_run_in_batches_shows_no_times(
     found: dict[str, Diagnosis], run: tuple[Path, list[Result]]
 ) -> None:
     untimed = [replace(result, ttft=None) for result in run[1]]
-    page = render(found, BlendSettings(), "a model", summarize(untimed))
+    page = render(found, PAPER, "a model", summarize(untimed))
     assert page.count("data:image/png;base64,") == 5 and "time to first token" not in page
 
 

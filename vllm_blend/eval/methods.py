@@ -11,9 +11,9 @@
                   then the 128 tokens before it in its passage); or a prompt's first chunk behind the
                   head, and the others behind the head and a text of these: ``others`` (512 tokens of
                   another example's passages, as a stand-in), ``text`` (512 tokens of a text of our own,
-                  as a stand-in for any corpus), ``harvested`` (as many of another example's chunks as
-                  stand before it here, or all if there are fewer: as if its KV were kept of a prompt
-                  that had it at this place)
+                  the stand-in by default), ``harvested`` (as many of another example's chunks as stand
+                  before it here, or all if there are fewer: as if its KV were kept of a prompt that had
+                  it at this place)
 ``mapreduce``     an answer from each chunk alone, then one from these answers
 ``maprerank``     an answer from each chunk alone; the one that the model is surest of
 

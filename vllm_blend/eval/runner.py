@@ -234,7 +234,7 @@ class Runner:
         if behind == "others":
             before = [self.stand_in(task, self._other[example])] * len(pieces)
         elif behind == "text":
-            before = [blender.own_text] * len(pieces)
+            before = [blender.own_text + blender.separator] * len(pieces)
         elif behind == "harvested":
             other = self._token_ids(task, self._other[example])
             before = [tuple(chain.from_iterable(other[:count])) for count in range(len(pieces))]
