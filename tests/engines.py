@@ -239,14 +239,40 @@ def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     )
     if torch.cuda.is_available():
         settings |= dict(kv_cache_memory_bytes=1 << 30)  # not what other tests' engines leave
-    llm = LLM(model=str(folder), **(settings | options))
-    engine = Engine(llm, folder)
+    with transformers_untouched():
+        llm = LLM(model=str(folder), **(settings | options))
+        engine = Engine(llm, folder)
+        try:
+            yield engine
+        finally:
+            shut_down(llm)
+            del llm, engine
+            gc.collect()
+
+
+@contextmanager
+def transformers_untouched() -> Iterator[None]:
+    """vLLM's Transformers backend replaces methods of transformers' classes; puts them back."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    stock = Base._decorate_cls_for_torch_compile
+    before: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+
+    def decorate(self: Any, cls: Any, *args: Any, **more: Any) -> None:
+        before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+        stock(self, cls, *args, **more)
+
+    Base._decorate_cls_for_torch_compile = decorate
     try:
-        yield engine
+        yield
     finally:
-        shut_down(llm)
-        del llm, engine
-        gc.collect()
+        Base._decorate_cls_for_torch_compile = stock
+        for cls, (bases, members) in before.items():
+            cls.__bases__ = bases
+            for name in set(vars(cls)) - set(members):
+                delattr(cls, name)
+            for name in members.keys() & {"__init__", "__call__"}:
+                setattr(cls, name, members[name])
 
 
 def shut_down(llm: Any) -> None:

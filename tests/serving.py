@@ -84,10 +84,10 @@ def chat(client: openai.OpenAI, texts: list[str], question: str, **extra: Any) -
 
 
 def warm(client: openai.OpenAI, texts: list[str], question: str) -> dict[str, Any]:
-    """Asks until all chunks are known; the last answer's report."""
+    """Asks until all chunks are known and scored; the last answer's report."""
     for _ in range(60):
         report: dict[str, Any] = reported(chat(client, texts, question, **xargs({"report": True})))
-        if not report["missed_chunks"] and not report["why_not"]:
+        if not (report["missed_chunks"] or report["why_not"] or report["waiting_chunks"]):
             return report
         time.sleep(0.5)
     raise AssertionError(report)

@@ -141,7 +141,6 @@ def test_where_there_is_no_layer_loop_policies_choose_early() -> None:
             BlendSettings(policy=policy).check_architecture(["SomeModel"])
 
 
-@pytest.mark.xfail(strict=True, reason="asked for by the names in config.json")
 def test_a_server_of_transformers_model_has_no_layer_loop(tiny: Any) -> None:
     """vLLM's wrapper of transformers' model is another class than the one in config.json."""
     from vllm import EngineArgs

@@ -15,7 +15,7 @@ from vllm_blend.attention.base import RowPlaces
 from vllm_blend.attention.cpu import virtual_requests
 from vllm_blend.attention.paged import last_keys
 from vllm_blend.core import BlendPlan, BlendStep, ChunkSpan, CollectPlan, Status, StepRequest, StoredKV
-from vllm_blend.models.clock import NO_CLOCK
+from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collect
 from vllm_blend.models.frame import Frame
 from vllm_blend.models.rotation import Rotation
@@ -76,7 +76,7 @@ class Made:
         slots = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0)) + 100
         names = ("one", "two")
         context: Any = Context({n: object() for n in names}, dict.fromkeys(names, slots))
-        return Frame(self.step, positions, context, NUM_LAYERS, None, "flags", NO_CLOCK)
+        return Frame(self.step, positions, context, NUM_LAYERS, None, "flags", StageClock())
 
     def held(self, request: StepRequest) -> list[int]:
         """Rows that stored KV stands for."""

@@ -330,7 +330,6 @@ def test_a_pass_ahead_leaves_nothing_but_the_choice(
     assert relative_error(with_pass, without) < 1e-5
 
 
-@pytest.mark.xfail(strict=True, reason="a frame and the metadata that it makes hold each other")
 @pytest.mark.parametrize("policy", ["hkvd", "ahead*hkvd", "static", "ahead"])
 def test_stored_kv_is_let_go_with_its_request(engine: Engine, prompt: list[int], policy: str) -> None:
     """At once, not when garbage is collected: a store's memory is for other chunks then."""

@@ -56,7 +56,7 @@ def test_what_was_found_is_kept(tiny: Any, kept: Path, runs: list[Verdict]) -> N
     assert verdict.rotations == (0,) * 5
     assert verdict.shift_error < 1e-3 and verdict.identity_error < 1e-3
     assert verdict.control_error > 0.05  # the identity says something
-    assert str(verdict).startswith("5 layers with RoPE (1 rotations), 0 without")
+    assert str(verdict).startswith("5 layers with RoPE, 0 without")
     assert json.loads(kept.read_text())["rotations"] == [0] * 5
     assert [path.name for path in kept.parent.iterdir()] == ["verdict.json"]
     with make_engine(tiny("llama")) as engine:
@@ -174,7 +174,6 @@ def test_a_model_that_fails_a_probe_serves_and_says_why(
     assert runs[0].refused in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="the error with wrong KV is kept, but not looked at")
 def test_an_identity_that_says_nothing_is_no_proof(
     tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,31 +88,37 @@ def test_attention_received_is_that_of_plain_python(
         assert float(found.sum()) == pytest.approx(num_asked * HEADS, rel=1e-4)
 
 
-def request_of(chunks: list[tuple[int, int]], position: int, end: int, row: int) -> StepRequest:
+def request_of(
+    chunks: list[tuple[int, int]], position: int, end: int, row: int, num_prompt: int | None = None
+) -> StepRequest:
     """The window ``[position, end)`` of a prompt with chunks at ``[start, stop)``."""
     spans = []
     for start, stop in chunks:
         kv = torch.empty(stop - start, 1, 1)
         spans.append(ChunkSpan(start, StoredKV(((kv, kv),))))
-    return StepRequest(BlendPlan(tuple(spans)), row, position, end - position, CPU)
+    plan = BlendPlan(tuple(spans))
+    return StepRequest(plan, row, position, end - position, CPU, num_prompt_tokens=num_prompt)
 
 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20)), min_size=1, max_size=4),
     num_own=st.integers(1, 60),
+    num_answered=st.integers(0, 9),
     window=st.tuples(st.integers(0, 150), st.integers(1, 150)),
 )
 def test_the_windows_last_question_tokens_are_asked(
-    lengths: list[tuple[int, int]], num_own: int, window: tuple[int, int]
+    lengths: list[tuple[int, int]], num_own: int, num_answered: int, window: tuple[int, int]
 ) -> None:
+    """Not those of an answer, which a preempted request computes again."""
     chunks, place = [], 0
     for gap, count in lengths:
         chunks.append((place + gap, place + gap + count))
         place = chunks[-1][1]
-    position = min(window[0], place + num_own - 1)
-    end = min(position + window[1], place + num_own)
-    request = request_of(chunks, position, end, row=3)
-    of_question = [at for at in range(position, end) if at >= place]
+    num_prompt = place + num_own
+    position = min(window[0], num_prompt - 1)
+    end = min(position + window[1], num_prompt + num_answered)
+    request = request_of(chunks, position, end, 3, num_prompt)
+    of_question = [at for at in range(position, end) if place <= at < num_prompt]
     assert num_asked(request) == min(len(of_question), MAX_ASKED)
 
 
@@ -138,12 +144,13 @@ def frame_of(
 def three_requests() -> tuple[BlendStep, list[StepRequest], dict[int, int]]:
     """A decode, then requests of which the first and last ask; before the last another decode.
 
-    The first's window begins within a chunk; the last one's question is longer than is asked.
+    The first's window begins within a chunk; the last one's question is longer than is asked, and an
+    answer stands behind it.
     """
     first = request_of([(4, 20), (22, 40)], position=10, end=45, row=1)
     other = request_of([(0, 6)], position=0, end=9, row=first.row + first.num_rows)
     row = other.row + other.num_rows + 1
-    last = request_of([(2, 12)], position=0, end=12 + MAX_ASKED + 5, row=row)
+    last = request_of([(2, 12)], 0, 12 + MAX_ASKED + 8, row, num_prompt=12 + MAX_ASKED + 5)
     starts = [0, first.row, other.row, row - 1, row, row + last.num_rows]
     requests = [first, other, last]
     position_of = {r.row + at: r.position + at for r in requests for at in range(r.num_rows)}
@@ -155,13 +162,21 @@ def three_requests() -> tuple[BlendStep, list[StepRequest], dict[int, int]]:
 def test_on_a_cpu_each_requests_keys_get_what_its_question_gives(
     variant: dict[str, Any], seed: int
 ) -> None:
-    """Over two layers; K of a window's own rows and of its chunks, and of no other request's."""
+    """Over two layers; K of a window's own rows, of its chunks and of what stands before the window,
+    and of no other request's."""
     step, asking, position_of = three_requests()
-    frame = frame_of(step, asking, position_of)
+    tables = torch.arange(len(step.starts) - 1)[:, None]
+    frame = frame_of(
+        step, asking, position_of, stock_metadata=lambda layer: SimpleNamespace(block_table=tables)
+    )
     questions = Questions(frame, asking)
     generator = torch.Generator().manual_seed(seed)
     impl = SimpleNamespace(
-        head_size=SIZE, scale=0.4, logits_soft_cap=variant["softcap"], sinks=variant["sinks"]
+        head_size=SIZE,
+        scale=0.4,
+        logits_soft_cap=variant["softcap"],
+        sinks=variant["sinks"],
+        cached_keys=lambda layer, table, count: cached[int(table)][:count],
     )
     layer = SimpleNamespace(sliding_window=variant["window"] or None)
     expected = {request: torch.zeros(request.num_chunk_rows) for request in asking}
@@ -170,18 +185,21 @@ def test_on_a_cpu_each_requests_keys_get_what_its_question_gives(
         key = torch.randn(len(frame.rows), KV_HEADS, SIZE, generator=generator)
         num_stored = sum(request.num_chunk_rows for request in asking)
         stored = torch.randn(num_stored, KV_HEADS, SIZE, generator=generator)
+        cached = torch.randn(len(tables), 20, KV_HEADS, SIZE, generator=generator)
         questions.hear(impl, layer, query, key, stored)
         at, first = 0, 0
         for request in asking:
             own, held = own_rows(request), request.chunk_rows.tolist()
             rows = slice(at, at + len(own))
-            k = torch.cat([stored[first : first + len(held)], key[rows]])
-            positions = [position_of[row] for row in held + own]
-            count = num_asked(request)
+            before = cached[step.starts.index(request.row), : request.position]
+            k = torch.cat([stored[first : first + len(held)], key[rows], before])
+            positions = [position_of[row] for row in held + own] + [*range(request.position)]
+            count, answered = num_asked(request), request.end - request.prompt_end
+            asked = slice(len(own) - answered - count, len(own) - answered)
             got = slow_received(
-                query[rows][-count:].view(count, HEADS, SIZE),
+                query[rows][asked].view(count, HEADS, SIZE),
                 k,
-                [position_of[row] for row in own[-count:]],
+                [position_of[row] for row in own[asked]],
                 positions,
                 0.4,
                 **variant,
@@ -234,9 +252,10 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
     first_rows = [0, len(own_rows(asking[0])), len(frame.rows)]
     for index, (asked, key_cache, table, last_keys, more) in enumerate(calls):
         request, (lo, hi) = asking[index % 2], list(pairwise(first_rows))[index % 2]
-        count = num_asked(request)
+        count, end = num_asked(request), request.prompt_end
+        hi -= request.end - end
         assert key_cache is cache and table == blocks[[1, 4][index % 2]].tolist()
-        assert last_keys == [*range(request.end - count, request.end)] + [-1] * (MAX_ASKED - count)
+        assert last_keys == [*range(end - count, end)] + [-1] * (MAX_ASKED - count)
         assert asked.shape == (MAX_ASKED, HEADS, SIZE)
         assert torch.equal(asked[:count], query[lo:hi][-count:])
         assert torch.equal(asked[count:], query[hi - 1].expand(MAX_ASKED - count, HEADS, SIZE))

@@ -271,7 +271,7 @@ def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     settings = ServerSettings.of(config)
     if settings is None:
         return config
-    settings.blend.check_architecture(config.model_config.architectures)
+    settings.blend.check_architecture([config.model_config.architecture])
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is not None:
         reason: str | None = (
@@ -416,6 +416,7 @@ def _plan_step(runner: Any, blending: Blending) -> BlendStep | None:
                     num_rows=int(start[index + 1] - start[index]),
                     device=torch.device(runner.device),
                     request_id=batch.req_ids[index],
+                    num_prompt_tokens=int(batch.num_prompt_tokens[index]),
                 )
             )
     if not requests:

@@ -27,7 +27,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -192,22 +191,31 @@ def graph_for(context: ForwardContext, num_rows: int, num_tokens: int) -> BatchD
     return replace(descriptor, num_tokens=min(sizes), num_reqs=None, uniform=False) if sizes else None
 
 
-@lru_cache(maxsize=1)
 def captured_sizes() -> frozenset[int]:
     """Numbers of tokens that every piece of the model was captured for, at the engine's start."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.config.compilation import CUDAGraphMode
 
+    wrappers = list(CUDAGraphWrapper._all_instances)
+    key = frozenset(map(id, wrappers))
+    if key in _captured:
+        return _captured[key]
     pieces = [
         {
             descriptor.num_tokens
             for descriptor, entry in wrapper.concrete_cudagraph_entries.items()
             if entry.cudagraph is not None
         }
-        for wrapper in CUDAGraphWrapper._all_instances
+        for wrapper in wrappers
         if wrapper.runtime_mode == CUDAGraphMode.PIECEWISE
     ]
-    return frozenset(set.intersection(*pieces)) if pieces else frozenset()
+    _captured.clear()
+    _captured[key] = frozenset(set.intersection(*pieces)) if pieces else frozenset()
+    return _captured[key]
+
+
+_captured: dict[frozenset[int], frozenset[int]] = {}
+"""The captured sizes, by the ids of what holds the graphs: an engine may follow another."""
 
 
 ROW_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 3073, 256))
@@ -238,4 +246,4 @@ def capture_for_rows(stock: Any, manager: Any, model: Any, *args: Any, **kwargs:
         return stock(manager, model, *args, **kwargs)
     finally:
         manager._capture_descs[CUDAGraphMode.PIECEWISE] = descs
-        captured_sizes.cache_clear()
+        _captured.clear()

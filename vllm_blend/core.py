@@ -379,6 +379,8 @@ class StepRequest:
     Attributes:
         row: its first row in the step.
         request_id: vLLM's.
+        num_prompt_tokens: a request that was preempted also prefills what it has answered so far,
+            behind its prompt; None: this window ends with the prompt.
     """
 
     plan: BlendPlan | CollectPlan
@@ -387,6 +389,7 @@ class StepRequest:
     num_rows: int
     device: torch.device
     request_id: str = ""
+    num_prompt_tokens: int | None = None
 
     @property
     def settings(self) -> BlendSettings:
@@ -397,6 +400,11 @@ class StepRequest:
     def end(self) -> int:
         """Prompt position behind its last row."""
         return self.position + self.num_rows
+
+    @property
+    def prompt_end(self) -> int:
+        """The same, without rows of an answer."""
+        return self.end if self.num_prompt_tokens is None else min(self.end, self.num_prompt_tokens)
 
     @cached_property
     def windows(self) -> list[tuple[ChunkSpan, int, int]]:

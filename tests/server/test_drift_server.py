@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from asking import REPORT, drain, outputs, report, scheduler
 from engines import make_engine
 from vllm.exceptions import VLLMValidationError
 
-from vllm_blend import Blender, BlendSettings
+from vllm_blend import Blender
 from vllm_blend.core import BlendPlan
 from vllm_blend.server import fetches
+from vllm_blend.settings import PAPER
 
 INPUTS = Path(__file__).parents[2] / "inputs"
 
@@ -24,7 +26,7 @@ def test_it_measures_and_corrects_as_a_blender_does(
 ) -> None:
     monkeypatch.setattr(fetches, "MIN_WAIT_S", 30.0)  # for chunks that are there, on a busy machine too
     store = {"host_gb": 0.5, "disk": {"folder": str(tmp_path), "budget_gb": 1}}
-    config = {"vllm_blend": {"drift": True, "store": store}}
+    config = {"vllm_blend": {"drift": True, "store": store, "stand_in": "", "policy": "hkvd"}}
     with make_engine(smollm2, additional_config=config) as engine:
         own = scheduler(engine).blend_own
         assert "drift is still being measured" in own.undone
@@ -32,7 +34,7 @@ def test_it_measures_and_corrects_as_a_blender_does(
         assert own.undone == "" and own.drift.done
         found = engine.model.blending.chunks.drift
         assert found is not None
-        blender = Blender(engine.llm)
+        blender = Blender(engine.llm, stand_in="")
         assert blender.frame.head == own.contexts.first
         torch.testing.assert_close(found.table, blender.measure_drift().table, atol=2e-3, rtol=1e-3)
 
@@ -49,7 +51,7 @@ def test_it_measures_and_corrects_as_a_blender_does(
             return {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
 
         def plan(drift: bool) -> BlendPlan:
-            return BlendPlan(prompt.spans[1:], BlendSettings(drift=drift))
+            return BlendPlan(prompt.spans[1:], replace(PAPER, drift=drift))
 
         def distance(one: dict[int, float], other: dict[int, float]) -> float:
             return max(abs(one[token] - other[token]) for token in one.keys() & other.keys())

@@ -83,7 +83,7 @@ def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:
     store: Any = SimpleNamespace(token_ids=token_ids)
     tiers = Tiers(store, model)
     for expected in ([], [ChunkIds("b", IDS, (1, 2))]):
-        tiers.claim("b", CONTEXTS)
+        tiers.claim("b", CONTEXTS[:2])
         wait(tiers._claims.values())
         assert tiers.claimed() == {"b": expected}
     assert failures == []

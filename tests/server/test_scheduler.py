@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.compat import add_news
+from vllm_blend.models import probe
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.frame import Frame
 from vllm_blend.models.probe import Probing
@@ -509,7 +510,7 @@ def test_an_engine_whose_blends_are_wrong_does_not_start(
         stock(self, layer, kv_cache, replace(fusion, positions=fusion.positions + 1))
 
     monkeypatch.setattr(CPUBlendImpl, "fuse", wrong)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # where no verdict is kept
+    monkeypatch.setattr(probe, "_path", lambda blending: tmp_path / "none")
     sentence = "asks for vllm_blend, but .* with exact KV and random rows its last hidden state is off"
     with (
         pytest.raises(ValueError, match=sentence),
@@ -527,7 +528,7 @@ def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
 def test_every_family_is_probed_at_its_start_once(
     tiny: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(probe, "_path", lambda blending: tmp_path / "verdict")
     found = []
     stock = Probing.run
     monkeypatch.setattr(Probing, "run", lambda probing: found.append(stock(probing)) or found[-1])

@@ -22,7 +22,7 @@ FAST = ComputeTime(0, 0, 1e-9, 0)
 
 def make(engine: Engine, tier: FakeTier, times: ComputeTime, **options: Any) -> PacedBlender:
     store = ChunkStore([tier], host_bytes=1 << 26, timeout_s=20)
-    blender = Blender(engine.llm, store=store)
+    blender = Blender(engine.llm, store=store, stand_in="")
     return PacedBlender(blender, times=EngineTimes(times, times), **options)
 
 
@@ -64,7 +64,7 @@ def test_chunks_are_computed_then_loaded(
         assert second.decision.ratio == 0.2
         third = paced.generate(chunks, QUESTION, GREEDY)
         assert third.tiers == ("host",) * 3
-        settings = BlendSettings(recomp_ratio=0.2)
+        settings = replace(blender.settings, recomp_ratio=0.2)
         blended = blender.generate(
             blender.prompt(blender.chunks(chunks), QUESTION), GREEDY, settings=settings
         )

@@ -8,6 +8,7 @@ the block table row is repeated for each run.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,6 +66,40 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
         self.do_kv_cache_update(layer, k, v, kv_cache, fusion.slot_mapping)
         return k
 
+    def cached_keys(self, layer: Any, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """K of a request's first tokens, as it was written to the paged cache.
+
+        Args:
+            block_table: the request's, ``[num_blocks]``.
+
+        Returns:
+            ``[num_tokens, num_kv_heads, head_size]``.
+        """
+        block_size = layer.kv_cache.shape[2]
+        blocks = block_table[: -(-num_tokens // block_size)].long()
+        keys = _keys(layer.kv_cache)[blocks].flatten(2)[..., self._order(layer)]
+        return keys.transpose(1, 2).flatten(0, 1)[:num_tokens]
+
+    def _order(self, layer: Any) -> torch.Tensor:
+        """Where in a head's block each K is, ``[block_size, head_size]``: the kernel's own order, which
+        differs by processor, is what it makes of numbered values."""
+        _, _, block_size, width = layer.kv_cache.shape
+        if self._orders.get(block_size) is None:
+            scratch = layer.kv_cache.new_zeros(1, 1, block_size, width)
+            numbers = torch.arange(block_size * width // 2)
+            found, base, place = torch.zeros_like(numbers), 128, 1  # bfloat16 holds numbers up to 256
+            while place < len(numbers):
+                digits = (numbers // place % base).view(block_size, 1, -1).to(scratch.dtype)
+                self.do_kv_cache_update(layer, digits, digits, scratch, torch.arange(block_size))
+                found += _keys(scratch).flatten().long() * place
+                place *= base
+            self._orders[block_size] = torch.empty_like(numbers).index_copy_(0, found, numbers)
+        return self._orders[block_size].view(block_size, -1)
+
+    @cached_property
+    def _orders(self) -> dict[int, torch.Tensor]:
+        return {}
+
     @staticmethod
     def metadata(attn: Any, stock: CPUAttentionMetadata, places: RowPlaces) -> CPUBlendMetadata:
         step, rows = places.step, places.rows
@@ -101,6 +136,12 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
             ),
         )
         return CPUBlendMetadata(**values)
+
+
+def _keys(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The half of a paged cache that holds K, ``[num_blocks, num_kv_heads, block_size, head_size]``."""
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)[0]
 
 
 def virtual_requests(

@@ -18,7 +18,7 @@ from vllm_blend.core import BlendStep, CollectPlan, KVShape
 from vllm_blend.door import CacheFuseMetadata
 from vllm_blend.models import rows
 from vllm_blend.models.chunks import ChunkKV
-from vllm_blend.models.clock import NO_CLOCK, StageClock
+from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collect
 from vllm_blend.models.frame import Frame
 from vllm_blend.models.load import InFlight
@@ -92,15 +92,10 @@ class Blending:
         """
         step = self.step
         assert step is not None
-        inputs = rows.Inputs(
-            stock,
-            input_ids,
-            positions + self.shift if self.shift else positions,
-            intermediate_tensors,
-            inputs_embeds,
-            kwargs,
-        )
-        output = self._blend(step, inputs) if step.blended else inputs.run()
+        inputs = rows.Inputs(stock, input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
+        # in place: a graph reads positions where vLLM's runner keeps them
+        with rows.placed(positions, positions + self.shift if self.shift else None):
+            output = self._blend(step, inputs) if step.blended else inputs.run()
         if self.watch is not None:
             self.watch(output)
         self._ended(step, positions.device)
@@ -126,6 +121,7 @@ class Blending:
                 output = self.loop.run(frame, inputs)
         finally:
             self._frame = None
+            frame.let_go()
         self.clocks.append(frame.clock)
         return output
 
@@ -135,7 +131,7 @@ class Blending:
         asking = [r for r in frame.step.blended if r.settings.asks and num_asked(r)]
         if not asking:
             return
-        ahead = self._frame_of(frame.step, inputs, NO_CLOCK)
+        ahead = self._frame_of(frame.step, inputs, frame.clock)
         ahead.own_rows_of(asking)
         _ = ahead.stored  # its loads begin
         ahead.listener = questions = Questions(ahead, asking)
@@ -144,6 +140,7 @@ class Blending:
             inputs.run_on(ahead, self.attns)
         finally:
             self._collecting = True
+            ahead.let_go()
         frame.received = questions.received()
         frame.fused |= set(asking)
 

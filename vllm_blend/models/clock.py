@@ -1,4 +1,5 @@
-"""How long a step spends in the stages of blending: load, select, fuse.
+"""How long a step spends in the stages of blending: load, select, fuse. Where the question is asked,
+what that pass loads and fuses counts as select too.
 
 On a CPU by the host's clock, since there an op has ended when its call returns. On CUDA by events in
 the stage's own stream; they are read once vLLM has waited for the step's tokens, so the host never
@@ -69,6 +70,3 @@ class StageClock:
             request_id: {name: share * total for name, total in totals.items()}
             for request_id, share in self._shares.items()
         }
-
-
-NO_CLOCK = StageClock()

@@ -214,15 +214,24 @@ class Frame:
             self._to_fuse = [request for request in self.kept if request not in self.fused]
         return self._to_fuse
 
+    def stock_metadata(self, attn: Any) -> Any:
+        """The backend's metadata for all rows."""
+        return self._context.attn_metadata[attn.layer_name]
+
     def describe(self, attn: Any) -> Any:
         """The backend's metadata for the rows; shared by layers that share the stock one."""
-        stock = self._context.attn_metadata[attn.layer_name]
+        stock = self.stock_metadata(attn)
         key = id(stock), getattr(attn, "sliding_window", None)
         if key not in self._described:
             metadata = attn.impl.metadata(attn, stock, self._row_places())
             metadata.active = self
             self._described[key] = metadata
         return self._described[key]
+
+    def let_go(self) -> None:
+        """Of what holds the frame: else stored KV would stay until garbage is collected."""
+        self._described.clear()
+        self.listener = None
 
     def kept_slots(self, attn: Any) -> torch.Tensor:
         """Slots of the kept rows, ``[num_kept]``."""

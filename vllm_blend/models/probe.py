@@ -69,9 +69,8 @@ class Verdict:
 
     def __str__(self) -> str:
         rope = sum(index >= 0 for index in self.rotations)
-        kinds = len({index for index in self.rotations if index >= 0})
         return (
-            f"{rope} layers with RoPE ({kinds} rotations), {len(self.rotations) - rope} without; the "
+            f"{rope} layers with RoPE, {len(self.rotations) - rope} without; the "
             f"last hidden state moves by {self.shift_error:.1g} with shifted positions, by "
             f"{self.identity_error:.1g} with exact KV at random rows, by {self.control_error:.1g} with "
             "wrong KV"
@@ -153,6 +152,11 @@ class Probing:
             return Verdict(
                 f"with exact KV and random rows its last hidden state is off by {identity:.2g} "
                 f"(allowed {self._tolerance})"
+            )
+        if not control > 2 * identity:
+            return Verdict(
+                f"wrong KV moves its last hidden state no more than exact KV does ({control:.2g} and "
+                f"{identity:.2g}), so stored KV is not what its layers attend to"
             )
         return verdict
 

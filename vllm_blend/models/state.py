@@ -76,7 +76,8 @@ class BlendModelState:
         requests = []
         for index, req_id in enumerate(input_batch.req_ids):
             plan = self.plans.get(req_id)
-            if plan is None or computed[index] >= prompt_len[input_batch.idx_mapping_np[index]]:
+            num_prompt_tokens = int(prompt_len[input_batch.idx_mapping_np[index]])
+            if plan is None or computed[index] >= num_prompt_tokens:
                 continue
             requests.append(
                 StepRequest(
@@ -86,6 +87,7 @@ class BlendModelState:
                     num_rows=int(start[index + 1] - start[index]),
                     device=self.device,
                     request_id=req_id,
+                    num_prompt_tokens=num_prompt_tokens,
                 )
             )
         if not requests:

@@ -28,12 +28,12 @@ MAX_ASKED = 32
 
 
 def num_asked(request: StepRequest) -> int:
-    """How many of the window's last tokens are the question's, ``MAX_ASKED`` at most.
+    """How many of the window's last prompt tokens are the question's, ``MAX_ASKED`` at most.
 
     0 if this window of a chunked prefill does not hold the question.
     """
-    start = max(request.plan.spans[-1].end, request.position, request.end - MAX_ASKED)
-    return max(0, request.end - start)
+    end = request.prompt_end
+    return max(0, end - max(request.plan.spans[-1].end, request.position, end - MAX_ASKED))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,7 @@ class Asked:
         index: of the request in the step.
         rows: the question's last ones, ``[MAX_ASKED]`` int64; padded with the last.
         last_keys: last key that each sees, ``[MAX_ASKED]`` int64; -1: it only pads.
-        total: what positions of the prompt receive, ``[num_positions]`` float32; on a CPU what the
-            window's chunk rows do, then its own.
+        total: what positions of the prompt receive, ``[num_positions]`` float32.
     """
 
     request: StepRequest
@@ -72,10 +71,10 @@ class Questions:
         first = 0
         for request in requests:
             count = request.num_rows - request.num_chunk_rows
-            asked, end = num_asked(request), first + count
+            asked, end = num_asked(request), first + count - (request.end - request.prompt_end)
             rows = torch.arange(end - asked, end - asked + MAX_ASKED).clamp_(max=end - 1)
             last_keys = torch.full((MAX_ASKED,), -1)
-            last_keys[:asked] = torch.arange(request.end - asked, request.end)
+            last_keys[:asked] = torch.arange(request.prompt_end - asked, request.prompt_end)
             self._asked.append(
                 Asked(
                     request,
@@ -87,7 +86,7 @@ class Questions:
                     torch.zeros(request.end, device=frame.device),
                 )
             )
-            first = end
+            first += count
 
     def hear(
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
@@ -123,6 +122,10 @@ class Questions:
             chunk = request.chunk_rows - request.row + request.position
             k = torch.cat([stored, key[own].view(len(positions), *stored.shape[1:])])
             at = torch.cat([chunk, positions])
+            if request.position:
+                table = self._frame.stock_metadata(layer).block_table[asked.index]
+                k = torch.cat([impl.cached_keys(layer, table, request.position), k])
+                at = torch.cat([torch.arange(request.position), at])
             got = attention_received(
                 query[asked.rows[real]],
                 k,
@@ -246,10 +249,13 @@ def attention_here(view: View) -> torch.Tensor | None:
     at, layer = view.own_at, view.layers[view.index]
     own = project(layer, view.hidden[at], view.residual[at])
     self_attn = layer.self_attn
-    q = normed_heads(self_attn, "q", own.q[-view.num_asked :])
+    end = len(at) - (view.request.end - view.request.prompt_end)
+    asked_rows = slice(end - view.num_asked, end)
+    q = normed_heads(self_attn, "q", own.q[asked_rows])
     k = torch.cat([view.fresh_k, normed_heads(self_attn, "k", own.k)])
-    both = torch.cat([view.positions, view.frame.positions[at]])
-    rotation, asked = self_attn.attn.impl.blend.rotation, both[-view.num_asked :]
+    own_positions = view.frame.positions[at]
+    both = torch.cat([view.positions, own_positions])
+    rotation, asked = self_attn.attn.impl.blend.rotation, own_positions[asked_rows]
     k, q = rotation.rotate(k, both), rotation.rotate(q, asked)
     got = attention_received(q, k, asked, both, self_attn.attn.impl.scale)
     return summed(got[: view.at.numel()])

@@ -123,7 +123,7 @@ class View:
 
     @property
     def num_asked(self) -> int:
-        """How many of those, the last ones, are the question's last tokens."""
+        """How many of those are the question's last tokens."""
         return question.num_asked(self.request)
 
     @cached_property

@@ -52,7 +52,7 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
             raise ValueError(NO_DRIFT)
         if field is not None and not wish.off:
             check_can_blend(request)
-        wish.settings.check_architecture(vllm_config.model_config.architectures)
+        wish.settings.check_architecture([vllm_config.model_config.architecture])
         config = vllm_config.model_config.hf_text_config
         wish.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
     except ValueError as error:

@@ -74,6 +74,9 @@ class Metrics:
             "computed_chunks": gauge(
                 "computed_chunks", "Chunks computed in the background since the start."
             ),
+            "waiting_chunks": gauge(
+                "waiting_chunks", "Chunks to be computed, or scored, in the background."
+            ),
             "evicted_chunks": gauge("evicted_chunks", "Chunks dropped for others since the start."),
         }
 

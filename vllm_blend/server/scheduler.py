@@ -391,6 +391,7 @@ class BlendScheduler:
         host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
         return sizes(*host, self._store_stats) | {
             "computed_chunks": self.blend_own.background.num_computed,
+            "waiting_chunks": len(self.blend_own.background),
             "evicted_chunks": self.blend_chunks.num_evicted,
         }
 
