@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_blend.select.question import num_asked_layers
+
 
 def blended_logits(
     folder: Path,
@@ -55,7 +57,7 @@ def early_logits(
 
     Returns:
         Logits of the last token, ``[vocab_size]``, and what each token gets of the attention of the
-        ``asked`` last ones, summed over layers and heads, ``[num_tokens]``.
+        ``asked`` last ones, summed over the layers that are asked and heads, ``[num_tokens]``.
     """
     logits, _, received = prefill(
         folder, ids, old_kvs, held, lambda *_: torch.tensor(chosen, dtype=torch.int64), asked=asked
@@ -110,7 +112,8 @@ def prefill(
             logits = torch.einsum("qhd,khd->hqk", q, all_k.repeat_interleave(groups, 1))
             logits = (logits * q.shape[2] ** -0.5).masked_fill(~mask, float("-inf"))
             weights = logits.softmax(-1)
-            received += weights[:, -asked:].sum((0, 1))
+            if index < num_asked_layers(len(inner.layers)):
+                received += weights[:, -asked:].sum((0, 1))
             out = torch.einsum("hqk,khd->qhd", weights, all_v.repeat_interleave(groups, 1))
             hidden = hidden + attention.o_proj(out.flatten(1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))

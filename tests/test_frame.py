@@ -225,7 +225,7 @@ def test_a_frame_of_own_rows_alone(made: Made, data: st.DataObject) -> None:
     held = {row for request in asking for row in made.held(request)}
     expected = [row for row, owner in enumerate(made.request_of) if owner in asking and row not in held]
     assert frame.rows.tolist() == expected
-    assert frame.to_fuse == asking
+    assert frame.fusing(0).requests == asking
     assert frame._row_places().query_start_loc.tolist() == [
         sum(row < start for row in expected) for start in step.starts
     ]

@@ -23,7 +23,7 @@ from vllm_blend.models import loop
 from vllm_blend.select import View, choose_rows, early, num_kept
 from vllm_blend.select.early import EarlyView
 from vllm_blend.select.policies import hashed, make_policy
-from vllm_blend.select.question import MAX_ASKED
+from vllm_blend.select.question import MAX_ASKED, num_asked_layers
 from vllm_blend.settings import POLICIES, BlendSettings
 
 MIXTURES = (
@@ -34,6 +34,11 @@ NAMES = (*POLICIES, *MIXTURES)
 LENGTHS = (61, 5, 130, 19)
 TOTAL = sum(LENGTHS)
 QUESTION = 9
+
+
+def asked(layers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Those whose attention counts."""
+    return layers[: num_asked_layers(len(layers))]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -150,7 +155,7 @@ def test_the_views_scores_are_those_of_a_full_prefill(
     (view,) = views
     expected = [layer[:TOTAL] for layer in question_attention(engine.folder, prompt)]
     assert relative_error(view.here, expected[1]) < 1e-4  # type: ignore[attr-defined]
-    assert relative_error(view.ahead, sum(expected)) < 1e-4  # type: ignore[attr-defined, arg-type]
+    assert relative_error(view.ahead, sum(asked(expected))) < 1e-4  # type: ignore[attr-defined, arg-type]
     assert not view.stale.any()
 
 
@@ -188,13 +193,15 @@ def test_tokens_that_no_chunk_holds_are_seen_too(
     ]
     if policy == "ahead":
         ((choice,), received) = choices, choices[0].received
-        assert choice.rows.tolist() == sorted(sum(expected).topk(int(0.16 * 62)).indices.tolist())  # type: ignore[union-attr, arg-type]
+        assert choice.rows.tolist() == sorted(
+            sum(asked(expected)).topk(int(0.16 * 62)).indices.tolist()
+        )  # type: ignore[union-attr, arg-type]
     else:
         (view,) = views
         assert relative_error(view.here, expected[1]) < 1e-4  # type: ignore[attr-defined]
         received = view.ahead  # type: ignore[attr-defined]
     assert received is not None
-    assert relative_error(received, sum(expected)) < 1e-4  # type: ignore[arg-type]
+    assert relative_error(received, sum(asked(expected))) < 1e-4  # type: ignore[arg-type]
 
 
 def test_deviations_and_places(engine: Engine, prompt: list[int], views: list[View]) -> None:
@@ -246,7 +253,7 @@ def test_rows_are_chosen_early_by_the_questions_attention(
     settings = chosen_by(policy, recomp_ratio=0.3, first_share=0.3)
     run(engine, [prompt], [BlendPlan(tuple(spans), settings)], max_tokens=1)
     rows = kept(engine)
-    received = sum(question_attention(engine.folder, prompt))[:TOTAL]  # type: ignore[index]
+    received = sum(asked(question_attention(engine.folder, prompt)))[:TOTAL]  # type: ignore[index]
     view = EarlyView([(s, s.start, s.end) for s in spans], received, torch.device("cpu"))
     check_rows(rows, policy, view, 0, int(0.3 * TOTAL), 0.3)
     exact = range(spans[2].start, spans[2].end)

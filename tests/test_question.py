@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from vllm_blend.core import BlendPlan, BlendStep, ChunkSpan, StepRequest, StoredKV
 from vllm_blend.select import question
-from vllm_blend.select.question import MAX_ASKED, Questions, attention_received, num_asked
+from vllm_blend.select.question import MAX_ASKED, Heard, Questions, attention_received, num_asked
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -169,9 +170,10 @@ def test_on_a_cpu_each_requests_keys_get_what_its_question_gives(
     frame = frame_of(
         step, asking, position_of, stock_metadata=lambda layer: SimpleNamespace(block_table=tables)
     )
-    questions = Questions(frame, asking)
+    questions = Questions(frame, asking, 3)
     generator = torch.Generator().manual_seed(seed)
     impl = SimpleNamespace(
+        blend=SimpleNamespace(index=0),
         head_size=SIZE,
         scale=0.4,
         logits_soft_cap=variant["softcap"],
@@ -236,6 +238,7 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     sinks, cache = torch.zeros(HEADS), torch.zeros(9, 16, KV_HEADS, SIZE)
     impl = SimpleNamespace(
+        blend=SimpleNamespace(index=0),
         head_size=SIZE,
         scale=0.4,
         logits_soft_cap=30.0,
@@ -243,10 +246,12 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
         caches=lambda kv_cache: (kv_cache, None),
     )
     layers = [SimpleNamespace(kv_cache=cache, sliding_window=window) for window in (None, 64)]
-    questions = Questions(frame, asking)
+    questions = Questions(frame, asking, 2)
     query = torch.randn(len(frame.rows), HEADS, SIZE)
-    for layer in layers:
-        questions.hear(impl, layer, query, None, None)  # type: ignore[arg-type]
+    for index, layer in enumerate(layers):
+        impl.blend.index = index
+        with pytest.raises(Heard) if index == 1 else nullcontext():  # the last one ends the pass
+            questions.hear(impl, layer, query, None, None)  # type: ignore[arg-type]
     assert described == layers
     assert len(calls) == 2 * len(asking)
     first_rows = [0, len(own_rows(asking[0])), len(frame.rows)]

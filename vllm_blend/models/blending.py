@@ -22,7 +22,7 @@ from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collect
 from vllm_blend.models.frame import Frame
 from vllm_blend.models.load import InFlight
-from vllm_blend.select.question import Questions, num_asked
+from vllm_blend.select.question import Heard, Questions, num_asked, num_asked_layers
 from vllm_blend.server.mail import News
 
 if TYPE_CHECKING:
@@ -134,15 +134,19 @@ class Blending:
         ahead = self._frame_of(frame.step, inputs, frame.clock)
         ahead.own_rows_of(asking)
         _ = ahead.stored  # its loads begin
-        ahead.listener = questions = Questions(ahead, asking)
+        frame.fused_layers = num_asked_layers(len(self.attns))
+        ahead.listener = questions = Questions(ahead, asking, frame.fused_layers)
         self._collecting = False
         try:
             inputs.run_on(ahead, self.attns)
+        except Heard:
+            pass
         finally:
             self._collecting = True
             ahead.let_go()
         frame.received = questions.received()
         frame.fused |= set(asking)
+        _ = frame.stored_behind  # its loads begin
 
     def _frame_of(self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None) -> Frame:
         return Frame(

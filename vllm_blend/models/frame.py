@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,13 +34,33 @@ class Listener(Protocol):
     ) -> None: ...
 
 
+@dataclass(eq=False)
+class Fusing:
+    """Requests whose stored KV goes to the cache at the same layers.
+
+    Attributes:
+        stored: where it comes from.
+        in_segments: it may be read where it lies, by ``tables``.
+    """
+
+    requests: list[StepRequest]
+    stored: list[StoredLayers]
+    in_segments: bool = True
+    tables: SegmentTables | None = None
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The step's rows that it stands for."""
+        return torch.cat([request.chunk_rows for request in self.requests])
+
+
 class Frame:
     """The rows of a step that are computed.
 
     Attributes:
         kept: of each request whose rows are chosen, those of its ``chunk_rows`` that are computed, as
             indices; on the host where the host has chosen them.
-        fused: requests whose stored KV is in the cache already.
+        fused: requests whose stored KV is in the cache already, of the layers before ``fused_layers``.
         received: what the chunk rows of a request that was asked get of its question's attention,
             ``[num_chunk_rows]`` float32.
         listener: hears the queries of every layer.
@@ -61,6 +81,7 @@ class Frame:
         self.clock = StageClock(step, positions.device) if clock is None else clock
         self.kept: dict[StepRequest, torch.Tensor] = {}
         self.fused: set[StepRequest] = set()
+        self.fused_layers = num_layers
         self.received: dict[StepRequest, torch.Tensor] = {}
         self.listener: Listener | None = None
         self._rows: torch.Tensor | None = None
@@ -73,11 +94,8 @@ class Frame:
         self._cache_fuse_metadata = cache_fuse_metadata
         self._began = began(positions.device)
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
-        self._segment_tables: SegmentTables | None = None
-        self._tables_made = False
+        self._fusing: dict[bool, Fusing] = {}
         self._described: dict[tuple[int, Any], Any] = {}  # by id of the stock metadata, and window
-        self._to_fuse: list[StepRequest] | None = None
-        self._fused_rows: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -108,13 +126,26 @@ class Frame:
 
     @cached_property
     def stored(self) -> StoredLayers:
-        """The step's stored KV."""
+        """The step's stored KV, but that of ``fused`` requests."""
         requests = [request for request in self.step.blended if request not in self.fused]
         late = [r.settings.check_layers[0] for r in requests if not r.settings.early]
-        first = 0 if len(late) < len(requests) else min(late, default=self._num_layers)
-        return StoredLayers(
-            requests, self.device, self._num_layers, first, self.clock, self._began, self._drift
+        return self._loads(
+            requests, 0 if len(late) < len(requests) else min(late, default=self._num_layers)
         )
+
+    @cached_property
+    def stored_behind(self) -> StoredLayers:
+        """That of ``fused`` requests, from ``fused_layers`` on."""
+        some = [request for request in self.step.blended if request in self.fused]
+        return self._loads(some if self.fused_layers < self._num_layers else [], self.fused_layers)
+
+    def _loads(self, requests: list[StepRequest], first_layer: int) -> StoredLayers:
+        return StoredLayers(
+            requests, self.device, self._num_layers, first_layer, self.clock, self._began, self._drift
+        )
+
+    def stored_of(self, request: StepRequest) -> StoredLayers:
+        return self.stored_behind if request in self.fused else self.stored
 
     def status(self, layer: int) -> Status:
         """What ``layer`` does: CHECK where rows are chosen, AFTER_CHECK once some were."""
@@ -185,34 +216,39 @@ class Frame:
 
     def fuse(self, impl: Any, layer: Any) -> torch.Tensor | None:
         """Writes the layer's stored KV to its paged cache; returns rotated K where it is at hand."""
-        if not self.to_fuse:
-            return None
         index = impl.blend.index
+        if not self.fusing(index).requests:
+            return None
         fusion = self.fusion(index, layer, self.status(index))
         with self.clock.stage("fuse"):
             stored_k: torch.Tensor | None = impl.fuse(layer, layer.kv_cache, fusion)
-        self.stored.done(index)
+        for stored in self.fusing(index).stored:
+            stored.done(index)
         return stored_k
 
     def fusion(self, layer: int, attn: Any, status: Status) -> Fusion:
         """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
-        requests = self.to_fuse
-        self.stored.read(layer)
+        fusing = self.fusing(layer)
+        for stored in fusing.stored:
+            stored.read(layer)
         _, slots = self._places(attn)
         old_kv: LayerKV | StoredSegments
-        if attn.impl.fuses_segments and (tables := self._tables()) is not None:
+        if attn.impl.fuses_segments and (tables := self._tables(fusing)) is not None:
             old_kv, positions = StoredSegments(tables, layer, slots), self._all_positions
         else:
-            old_kv = behind_one_another([self.stored.old_kv(r, layer) for r in requests])
-            slots, positions = slots[self._chunk_rows], self._all_positions[self._chunk_rows]
+            requests = fusing.requests
+            old_kv = behind_one_another([self.stored_of(r).old_kv(r, layer) for r in requests])
+            slots, positions = slots[fusing.rows], self._all_positions[fusing.rows]
         return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata)
 
-    @property
-    def to_fuse(self) -> list[StepRequest]:
-        """The blended requests whose stored KV goes to the cache layer by layer."""
-        if self._to_fuse is None:
-            self._to_fuse = [request for request in self.kept if request not in self.fused]
-        return self._to_fuse
+    def fusing(self, layer: int) -> Fusing:
+        """Whose stored KV goes to the cache at ``layer``; shared by layers where it is the same."""
+        behind = layer >= self.fused_layers
+        if behind not in self._fusing:
+            requests = [r for r in self.kept if behind or r not in self.fused]
+            stored = dict.fromkeys(self.stored_of(request) for request in requests)
+            self._fusing[behind] = Fusing(requests, list(stored))
+        return self._fusing[behind]
 
     def stock_metadata(self, attn: Any) -> Any:
         """The backend's metadata for all rows."""
@@ -288,8 +324,7 @@ class Frame:
         self._rows, self._positions = rows, self._all_positions[rows]
         self._slots.clear()
         self._described.clear()
-        self._segment_tables, self._tables_made = None, False  # there may be more to fuse now
-        self._to_fuse, self._fused_rows = None, None
+        self._fusing.clear()  # there may be more to fuse now
 
     def _row_places(self) -> RowPlaces:
         if self._query_start_loc is None:
@@ -298,29 +333,24 @@ class Frame:
             self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
         return RowPlaces(self.step, self.rows, self.positions, self._query_start_loc)
 
-    def _tables(self) -> SegmentTables | None:
-        """Where the stored KV lies that is not in the cache yet; None if it is not read as segments."""
-        if self._tables_made:
-            return self._segment_tables
-        self._tables_made = True
-        if segments := self.stored.segments(self.to_fuse):
-            from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
+    def _tables(self, fusing: Fusing) -> SegmentTables | None:
+        """Where the stored KV lies; None if it is not read as segments."""
+        if fusing.tables is not None or not fusing.in_segments:
+            return fusing.tables
+        parts = [self.stored_of(request).segments([request]) for request in fusing.requests]
+        if not parts or any(part is None for part in parts):
+            fusing.in_segments = False
+            return None
+        from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
 
-            self._segment_tables = SegmentTables(
-                len(segments), self.step.num_rows, self._num_layers, self.device
-            )
-            self._segment_tables.fill(
-                [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
-                torch.stack([segment.addresses for segment in segments], dim=1),
-            )
-        return self._segment_tables
-
-    @property
-    def _chunk_rows(self) -> torch.Tensor:
-        """Rows of the step whose stored KV is fused."""
-        if self._fused_rows is None:
-            self._fused_rows = torch.cat([request.chunk_rows for request in self.to_fuse])
-        return self._fused_rows
+        segments = [segment for part in parts if part is not None for segment in part]
+        tables = SegmentTables(len(segments), self.step.num_rows, self._num_layers, self.device)
+        tables.fill(
+            [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
+            torch.stack([segment.addresses for segment in segments], dim=1),
+        )
+        fusing.tables = tables
+        return tables
 
     def _places(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Where KV goes in this layer; shared by layers that share the slot mapping.

@@ -27,6 +27,15 @@ MAX_ASKED = 32
 """Question tokens that are asked, its last ones; bounds the memory of a long question."""
 
 
+ASKED_LAYERS = 0.25
+"""The share of the layers that are asked, the first ones."""
+
+
+def num_asked_layers(num_layers: int) -> int:
+    """How many layers are asked: the pass ends with the last of them."""
+    return max(1, round(ASKED_LAYERS * num_layers))
+
+
 def num_asked(request: StepRequest) -> int:
     """How many of the window's last prompt tokens are the question's, ``MAX_ASKED`` at most.
 
@@ -57,16 +66,21 @@ class Asked:
     total: torch.Tensor
 
 
+class Heard(Exception):
+    """Ends a forward of the model once the last layer that is asked was heard."""
+
+
 class Questions:
     """Hears what each layer's queries give to the keys (``models/frame.py``, ``Listener``).
 
     Args:
         frame: the rows of the pass: of ``requests`` those that no chunk holds.
         requests: in the step's order.
+        num_layers: how many are asked, the first ones; the pass ends with the last of them.
     """
 
-    def __init__(self, frame: Frame, requests: Sequence[StepRequest]) -> None:
-        self._frame = frame
+    def __init__(self, frame: Frame, requests: Sequence[StepRequest], num_layers: int) -> None:
+        self._frame, self._last = frame, num_layers - 1
         self._asked: list[Asked] = []
         first = 0
         for request in requests:
@@ -89,6 +103,13 @@ class Questions:
             first += count
 
     def hear(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
+    ) -> None:
+        self._hear(impl, layer, query, key, stored_k)
+        if impl.blend.index == self._last:
+            raise Heard
+
+    def _hear(
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
     ) -> None:
         query = query.view(len(query), -1, impl.head_size)
