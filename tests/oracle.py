@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_blend.select.question import num_asked_layers
+from vllm_blend.select.question import asked_layers
 
 
 def blended_logits(
@@ -112,7 +112,7 @@ def prefill(
             logits = torch.einsum("qhd,khd->hqk", q, all_k.repeat_interleave(groups, 1))
             logits = (logits * q.shape[2] ** -0.5).masked_fill(~mask, float("-inf"))
             weights = logits.softmax(-1)
-            if index < num_asked_layers(len(inner.layers)):
+            if index in asked_layers(len(inner.layers)):
                 received += weights[:, -asked:].sum((0, 1))
             out = torch.einsum("hqk,khd->qhd", weights, all_v.repeat_interleave(groups, 1))
             hidden = hidden + attention.o_proj(out.flatten(1))

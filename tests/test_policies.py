@@ -23,7 +23,7 @@ from vllm_blend.models import loop
 from vllm_blend.select import View, choose_rows, early, num_kept
 from vllm_blend.select.early import EarlyView
 from vllm_blend.select.policies import hashed, make_policy
-from vllm_blend.select.question import MAX_ASKED, num_asked_layers
+from vllm_blend.select.question import MAX_ASKED, asked_layers
 from vllm_blend.settings import POLICIES, BlendSettings
 
 MIXTURES = (
@@ -38,7 +38,7 @@ QUESTION = 9
 
 def asked(layers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Those whose attention counts."""
-    return layers[: num_asked_layers(len(layers))]
+    return [layers[index] for index in asked_layers(len(layers))]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -170,7 +170,7 @@ def test_on_a_cpu_each_requests_keys_get_what_its_question_gives(
     frame = frame_of(
         step, asking, position_of, stock_metadata=lambda layer: SimpleNamespace(block_table=tables)
     )
-    questions = Questions(frame, asking, 3)
+    questions = Questions(frame, asking, range(3))
     generator = torch.Generator().manual_seed(seed)
     impl = SimpleNamespace(
         blend=SimpleNamespace(index=0),
@@ -246,7 +246,7 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
         caches=lambda kv_cache: (kv_cache, None),
     )
     layers = [SimpleNamespace(kv_cache=cache, sliding_window=window) for window in (None, 64)]
-    questions = Questions(frame, asking, 2)
+    questions = Questions(frame, asking, range(2))
     query = torch.randn(len(frame.rows), HEADS, SIZE)
     for index, layer in enumerate(layers):
         impl.blend.index = index

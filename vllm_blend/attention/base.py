@@ -43,6 +43,7 @@ class Fusion:
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
         cache_fuse_metadata: the user's settings and this step's results.
+        copied: ``old_kv`` is a copy of what is stored, and may be written to.
     """
 
     status: Status
@@ -50,6 +51,7 @@ class Fusion:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     cache_fuse_metadata: Any
+    copied: bool = False
 
 
 class ActiveRows(Protocol):

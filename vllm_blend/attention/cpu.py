@@ -58,8 +58,8 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
         assert self.blend is not None
         rotation = self.blend.rotation
         if not rotation.is_none:
-            # a copy: the stock op rotates in place, and stored KV must not change
-            flat = k.flatten(1).clone()
+            # the stock op rotates in place, and stored KV must not change
+            flat = k.flatten(1) if fusion.copied else k.flatten(1).clone()
             table, style = rotation.table, rotation.is_neox_style
             ops.rotary_embedding(fusion.positions, flat, None, self.head_size, table, style)
             k = flat.view_as(k)

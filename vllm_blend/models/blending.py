@@ -22,7 +22,7 @@ from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collect
 from vllm_blend.models.frame import Frame
 from vllm_blend.models.load import InFlight
-from vllm_blend.select.question import Heard, Questions, num_asked, num_asked_layers
+from vllm_blend.select.question import Heard, Questions, asked_layers, num_asked
 from vllm_blend.server.mail import News
 
 if TYPE_CHECKING:
@@ -127,15 +127,17 @@ class Blending:
 
     def _ask(self, frame: Frame, inputs: rows.Inputs) -> None:
         """Runs the rows that no chunk holds of the requests that want the question asked: what their
-        chunks get of its attention, at every layer. Their stored KV is in the cache then."""
+        chunks get of its attention, at the layers that are asked. Up to those their stored KV is in
+        the cache then."""
         asking = [r for r in frame.step.blended if r.settings.asks and num_asked(r)]
         if not asking:
             return
+        layers = asked_layers(len(self.attns))
         ahead = self._frame_of(frame.step, inputs, frame.clock)
         ahead.own_rows_of(asking)
+        frame.fused_layers = ahead.end_layer = layers.stop
         _ = ahead.stored  # its loads begin
-        frame.fused_layers = num_asked_layers(len(self.attns))
-        ahead.listener = questions = Questions(ahead, asking, frame.fused_layers)
+        ahead.listener = questions = Questions(ahead, asking, layers)
         self._collecting = False
         try:
             inputs.run_on(ahead, self.attns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,12 +41,14 @@ class Fusing:
     Attributes:
         stored: where it comes from.
         in_segments: it may be read where it lies, by ``tables``.
+        slots: where it goes, and its positions, by the id of all rows' slots.
     """
 
     requests: list[StepRequest]
     stored: list[StoredLayers]
     in_segments: bool = True
     tables: SegmentTables | None = None
+    slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -63,7 +65,7 @@ class Frame:
         fused: requests whose stored KV is in the cache already, of the layers before ``fused_layers``.
         received: what the chunk rows of a request that was asked get of its question's attention,
             ``[num_chunk_rows]`` float32.
-        listener: hears the queries of every layer.
+        listener: hears the queries of every layer, and may end the forward before ``end_layer``.
         clock: measures the step's stages.
     """
 
@@ -81,7 +83,7 @@ class Frame:
         self.clock = StageClock(step, positions.device) if clock is None else clock
         self.kept: dict[StepRequest, torch.Tensor] = {}
         self.fused: set[StepRequest] = set()
-        self.fused_layers = num_layers
+        self.fused_layers = self.end_layer = num_layers
         self.received: dict[StepRequest, torch.Tensor] = {}
         self.listener: Listener | None = None
         self._rows: torch.Tensor | None = None
@@ -141,7 +143,14 @@ class Frame:
 
     def _loads(self, requests: list[StepRequest], first_layer: int) -> StoredLayers:
         return StoredLayers(
-            requests, self.device, self._num_layers, first_layer, self.clock, self._began, self._drift
+            requests,
+            self.device,
+            self._num_layers,
+            first_layer,
+            self.clock,
+            self._began,
+            self._drift,
+            self.end_layer,
         )
 
     def stored_of(self, request: StepRequest) -> StoredLayers:
@@ -238,8 +247,11 @@ class Frame:
         else:
             requests = fusing.requests
             old_kv = behind_one_another([self.stored_of(r).old_kv(r, layer) for r in requests])
-            slots, positions = slots[fusing.rows], self._all_positions[fusing.rows]
-        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata)
+            if id(slots) not in fusing.slots:
+                fusing.slots[id(slots)] = slots[fusing.rows], self._all_positions[fusing.rows]
+            slots, positions = fusing.slots[id(slots)]
+        copied = sum(len(request.windows) for request in fusing.requests) > 1
+        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata, copied)
 
     def fusing(self, layer: int) -> Fusing:
         """Whose stored KV goes to the cache at ``layer``; shared by layers where it is the same."""

@@ -109,6 +109,7 @@ class StoredLayers:
         clock: measures the loads.
         after: what they wait for (``began``).
         drift: by which all of it is corrected; what lies on the GPU is copied for that.
+        end_layer: no layer from this one on will be asked for; None: all may be.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class StoredLayers:
         clock: StageClock,
         after: torch.cuda.Event | None,
         drift: Drift | None = None,
+        end_layer: int | None = None,
     ) -> None:
         self._drift = drift
+        self._end = num_layers if end_layer is None else end_layer
         self._weights = {} if drift is None else drift_weights(requests)
         self._clock, self._device, self._num_layers = clock, device, num_layers
         self._windows: dict[StepRequest, list[Window]] = {}
@@ -237,7 +240,7 @@ class StoredLayers:
 
     def _read(self, first: int, end: int) -> None:
         """Reads ``first``, and of those behind it up to ``end`` the ones that are there."""
-        for layer in range(max(self._next, first), min(end, self._num_layers)):
+        for layer in range(max(self._next, first), min(end, self._end)):
             if layer > first and not self._has(layer):
                 return
             with torch.cuda.stream(self._stream):

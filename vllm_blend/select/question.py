@@ -1,7 +1,7 @@
 """Attention from the question's tokens to the chunks' tokens.
 
-``Questions`` sums it over all layers, in a pass of the model's own forward over the tokens that no
-chunk holds, with the chunks' stored KV in the paged cache: that costs what a blend at ratio 0 costs.
+``Questions`` sums it over some layers, in a pass of the model's own forward over the tokens that no
+chunk holds, with the chunks' stored KV in the paged cache; the pass ends with the last of those layers.
 That the question tells which tokens to recompute is the point of ProphetKV and FusionRAG.
 ``attention_here`` is one layer's, from fresh Q and K.
 """
@@ -27,13 +27,14 @@ MAX_ASKED = 32
 """Question tokens that are asked, its last ones; bounds the memory of a long question."""
 
 
-ASKED_LAYERS = 0.25
-"""The share of the layers that are asked, the first ones."""
+ASKED_DEPTH = 1 / 3, 2 / 3
+"""Which layers are asked: those in the middle third of the model's depth (docs/quality.md)."""
 
 
-def num_asked_layers(num_layers: int) -> int:
-    """How many layers are asked: the pass ends with the last of them."""
-    return max(1, round(ASKED_LAYERS * num_layers))
+def asked_layers(num_layers: int) -> range:
+    """The layers that are asked; the pass ends with the last of them."""
+    first, end = (int(depth * num_layers) for depth in ASKED_DEPTH)
+    return range(first, max(end, first + 1))
 
 
 def num_asked(request: StepRequest) -> int:
@@ -76,11 +77,11 @@ class Questions:
     Args:
         frame: the rows of the pass: of ``requests`` those that no chunk holds.
         requests: in the step's order.
-        num_layers: how many are asked, the first ones; the pass ends with the last of them.
+        layers: that are asked; the pass ends with the last of them.
     """
 
-    def __init__(self, frame: Frame, requests: Sequence[StepRequest], num_layers: int) -> None:
-        self._frame, self._last = frame, num_layers - 1
+    def __init__(self, frame: Frame, requests: Sequence[StepRequest], layers: range) -> None:
+        self._frame, self._layers = frame, layers
         self._asked: list[Asked] = []
         first = 0
         for request in requests:
@@ -105,8 +106,9 @@ class Questions:
     def hear(
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
     ) -> None:
-        self._hear(impl, layer, query, key, stored_k)
-        if impl.blend.index == self._last:
+        if impl.blend.index in self._layers:
+            self._hear(impl, layer, query, key, stored_k)
+        if impl.blend.index == self._layers[-1]:
             raise Heard
 
     def _hear(
@@ -160,7 +162,7 @@ class Questions:
             asked.total.index_add_(0, at, got)
 
     def received(self) -> dict[StepRequest, torch.Tensor]:
-        """What the chunk rows of each request got, over all layers and ranks, ``[num_chunk_rows]``."""
+        """What the chunk rows of each request got, over layers and ranks, ``[num_chunk_rows]``."""
         found = {}
         for asked in self._asked:
             request = asked.request
@@ -249,18 +251,26 @@ def attention_received(
     Returns:
         ``[num_keys]`` float32.
     """
-    grouped = q.unflatten(1, (k.shape[1], -1))
-    logits = torch.einsum("qhgd,khd->hgqk", grouped, k).float() * scale
+    num_kv_heads = k.shape[1]
+    grouped = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    # [num_kv_heads, queries of all heads of a group, num_keys]
+    logits = torch.bmm(grouped, k.permute(1, 2, 0)).float() * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = positions > last_keys[:, None]
+    # most keys are seen by all
+    some = positions > last_keys.min()
     if window:
-        hidden |= positions <= last_keys[:, None] - window
-    logits.masked_fill_(hidden, float("-inf"))
+        some |= positions <= last_keys.max() - window
+    at = some.nonzero().flatten()
+    hidden = positions[at] > last_keys[:, None]
+    if window:
+        hidden |= positions[at] <= last_keys[:, None] - window
+    parts = logits[..., at].unflatten(1, (-1, len(last_keys))).masked_fill(hidden, float("-inf"))
+    logits[..., at] = parts.flatten(1, 2)
     if sinks is not None:
-        sink = sinks.float().view(*logits.shape[:2], 1, 1).expand(-1, -1, logits.shape[2], 1)
-        logits = torch.cat([logits, sink], dim=-1)
-    return logits.softmax(-1)[..., : len(positions)].sum(dim=(0, 1, 2))
+        sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(last_keys), 1)
+        logits = torch.cat([logits, sink.flatten(1, 2)], dim=-1)
+    return logits.softmax(-1)[..., : len(positions)].sum(dim=(0, 1))
 
 
 def attention_here(view: View) -> torch.Tensor | None:
