@@ -291,9 +291,11 @@ def test_what_is_not_to_be_corrected_is_not_touched(wish: str, monkeypatch: pyte
     assert int(segment.addresses[1, 0]) == span.kv.layers[1][0].data_ptr()
 
 
+@pytest.mark.parametrize("end", [None, NUM_LAYERS - 2])
 def test_a_layer_is_copied_once_and_as_far_ahead_as_the_ring_is_deep(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, end: int | None
 ) -> None:
+    """And not behind the last layer that will be asked for."""
     device = Device(monkeypatch)
     requests, _ = make_requests(["joint", "apart"])
 
@@ -302,16 +304,19 @@ def test_a_layer_is_copied_once_and_as_far_ahead_as_the_ring_is_deep(
         device.launched.clear()
         return count
 
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU))
+    stored = load.StoredLayers(
+        requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU), end_layer=end
+    )
+    num_layers = NUM_LAYERS if end is None else end
     # K and V at once where they lie behind one another; of the second request's first chunk, only the
     # end is in its window
     a_layer = (1 + 2) + (2 + 2)
     assert copied() == a_layer
     stored.old_kv(requests[0], 1)
     assert copied() == 0
-    for layer in range(1, NUM_LAYERS):
+    for layer in range(1, num_layers):
         stored.read(layer)
-        ahead = (load.AHEAD - 1) if layer == 1 else 1 if layer + load.AHEAD <= NUM_LAYERS else 0
+        ahead = (load.AHEAD - 1) if layer == 1 else 1 if layer + load.AHEAD <= num_layers else 0
         assert copied() == ahead * a_layer
         stored.old_kv(requests[1], layer)
         assert copied() == 0
