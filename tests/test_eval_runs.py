@@ -230,7 +230,8 @@ def test_the_tuner_s_command_line_cuts_answers_and_writes_settings(
     run += ["--no-drift"]
     more = ["--ratios", "1", "--settings", str(settings), "--output", str(tmp_path / "tune")]
     tune_main([*run, *more])
-    assert json.loads(settings.read_text()) == {"recomp_ratio": 1.0, "policy": "random"}
+    expected = {"recomp_ratio": 1.0, "policy": "random", "stand_in": ""}
+    assert json.loads(settings.read_text()) == expected
     assert json.loads((tmp_path / "tune" / RUN).read_text())["max_tokens"] == 1
     for result in read_results(tmp_path / "tune"):
         assert result.kl == result.first_kl  # there is one token
@@ -268,7 +269,7 @@ def test_the_tuner_gives_a_stand_in_of_the_user_s_own_prompts(
     with pytest.raises(SystemExit):
         tune_main([*run[:-1], str(tmp_path / "shared")])
     tune_main([*run[:-1], str(tmp_path / "alone"), "--no-stand-in", "--quality", "0"])
-    assert "stand_in" not in json.loads(file.read_text())
+    assert json.loads(file.read_text())["stand_in"] == ""
 
 
 def test_others_have_nothing_in_common() -> None:

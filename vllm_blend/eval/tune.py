@@ -30,7 +30,7 @@ from vllm_blend.eval.tables import interval, percent
 from vllm_blend.eval.tasks import TASKS, Task
 from vllm_blend.settings import BlendSettings
 
-POLICIES = ("hkvd", "heads", "query*hkvd", "ahead", "ahead*hkvd")
+POLICIES = ("static", "ahead", "ahead*static", "hkvd", "ahead*hkvd")
 BEHIND_OTHERS = ":behind=others"
 RATIOS = (0.02, 0.05, 0.08, 0.12, 0.16, 0.22, 0.3, 0.4, 0.5, 0.7)
 
@@ -47,8 +47,9 @@ def tune(
 ) -> Summary | None:
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
 
-    With ``drift`` each is tried on KV that is corrected for the model's drift too, and with
-    ``stand_in`` on chunks computed behind another example's passages, if there is another example.
+    Policies that need a layer loop are left out for models that have none. With ``drift`` each is tried
+    on KV that is corrected for the model's drift too, and with ``stand_in`` on chunks computed behind
+    another example's passages, if there is another example.
 
     Returns:
         The best method of the first ratio at which there is one; None if there is none at any. Its
@@ -60,6 +61,8 @@ def tune(
     """
     if not 0 <= quality <= 1:
         raise ValueError(f"quality is {quality}; allowed: 0 to 1")
+    if runner.blender.model.blending.loop is None:
+        policies = [policy for policy in policies if BlendSettings(policy=policy).early]
     kinds = [""]
     if drift:
         kinds.append(":drift=on")
@@ -121,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             1, f"no policy removes {options.quality:.0%} at ratios up to {max(options.ratios)}\n"
         )
     assert best.kl is not None
-    values = settings_of(best.method)
+    values = settings_of(best.method) | {"stand_in": ""}
     if best.method.endswith(BEHIND_OTHERS):
         values["stand_in"] = runner.blender.tokenizer.decode(runner.stand_in(task, examples[0]))
     options.settings.write_text(json.dumps(values, indent=1) + "\n")
