@@ -240,13 +240,13 @@ def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     if torch.cuda.is_available():
         settings |= dict(kv_cache_memory_bytes=1 << 30)  # not what other tests' engines leave
     with transformers_untouched():
-        llm = LLM(model=str(folder), **(settings | options))
-        engine = Engine(llm, folder)
+        llm = None
         try:
-            yield engine
+            llm = LLM(model=str(folder), **(settings | options))
+            yield Engine(llm, folder)
         finally:
             shut_down(llm)
-            del llm, engine
+            del llm
             gc.collect()
 
 
@@ -279,7 +279,8 @@ def shut_down(llm: Any) -> None:
     """So that the next engine of this process finds nothing of this one."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm.llm_engine.engine_core.shutdown()
+    if llm is not None:  # it may not have started
+        llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
 
 

@@ -113,7 +113,7 @@ def test_the_models_process_keeps_scores_with_the_kv() -> None:
     (after,) = chunks._chunks.values()
     assert after.layers is before.layers
     assert after.scores is not None
-    expected = movement(StoredKV(tuple(other)), StoredKV(tuple(one)))
+    expected = movement(StoredKV(tuple(one)), StoredKV(tuple(other)))
     assert torch.equal(after.scores, expected)
     assert again.kv == []
 

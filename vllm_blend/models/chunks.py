@@ -93,7 +93,7 @@ class ChunkKV:
                 base = self._chunks.get(plan.key)
                 if base is None:  # dropped meanwhile
                     continue
-                kv = replace(base, scores=movement(kv, base))
+                kv = replace(base, scores=movement(base, kv))
             in_store = False
             if self.tiers is not None and plan.chunk is not None:
                 in_store = self.tiers.put(plan.key, plan.chunk, kv)
