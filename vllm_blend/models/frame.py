@@ -51,6 +51,11 @@ class Fusing:
     slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
+    def is_joined(self) -> bool:
+        """Whether a layer's KV is put together of several parts, which copies it."""
+        return sum(len(request.windows) for request in self.requests) > 1
+
+    @cached_property
     def rows(self) -> torch.Tensor:
         """The step's rows that it stands for."""
         return torch.cat([request.chunk_rows for request in self.requests])
@@ -250,8 +255,7 @@ class Frame:
             if id(slots) not in fusing.slots:
                 fusing.slots[id(slots)] = slots[fusing.rows], self._all_positions[fusing.rows]
             slots, positions = fusing.slots[id(slots)]
-        copied = sum(len(request.windows) for request in fusing.requests) > 1
-        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata, copied)
+        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata, fusing.is_joined)
 
     def fusing(self, layer: int) -> Fusing:
         """Whose stored KV goes to the cache at ``layer``; shared by layers where it is the same."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_blend")
 
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 """Of what is kept; a new one probes every model again."""
 
 NUM_TOKENS, SHIFT, QUESTION = 256, 137, 20
