@@ -221,7 +221,7 @@ def movement(num_tokens: int, share: float, num_kv_heads: int, head_size: int) -
         compare.append(partial(deviation, k, v))
         for memory, stored in (("GPU", kv), ("host", kv.cpu().pin_memory())):
             tables = chunk_tables(stored)
-            where = (tables.addresses[0], tables.segments, tables.totals)
+            where = (tables.addresses[0], tables.segments, tables.totals[0])
             for num_programs in (8, 16, 132) if memory == "GPU" else (4, 8, 16):
                 # `stored` has to stay, too
                 call = partial(_scatter, stored, *where, slots, angles, *caches, num_programs)

@@ -23,7 +23,8 @@ NUM_CHUNKS, CHUNK = 4, 60
 def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    from vllm_blend import Blender, BlendSettings, compat_cuda
+    from vllm_blend import Blender, BlendSettings
+    from vllm_blend.models.graphs import RowGraphs
     from vllm_blend.paced import PacedBlender
     from vllm_blend.store import ChunkStore, DiskTier
 
@@ -44,13 +45,13 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     texts = [tokens(number, CHUNK) for number in range(NUM_CHUNKS)]
     question = tokens(99, 9)
     found: dict[str, Any] = {}
-    graph_for, graphs = compat_cuda.graph_for, []
+    run, replayed = RowGraphs.run, []
 
     def remember(*args: Any) -> Any:
-        graphs.append(graph_for(*args))
-        return graphs[-1]
+        replayed.append(run(*args))
+        return replayed[-1]
 
-    compat_cuda.graph_for = remember
+    RowGraphs.run = remember
 
     def answer(blender: Blender, name: str, settings: BlendSettings | None) -> None:
         prompt = blender.prompt(blender.chunks(texts), question)
@@ -88,7 +89,7 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
             except ValueError as error:
                 found["paced"] = str(error)
         found["scores"] = [chunk.kv.scores.tolist() for chunk in blender.chunks(texts)]
-    found["replayed"] = any(graphs)
+    found["replayed"] = any(hidden is not None for hidden in replayed)
     Path(f"{out}{RANK}").write_text(json.dumps(found))
 
 

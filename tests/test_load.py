@@ -405,7 +405,10 @@ def fuse_segments(self: Any, layer: Any, kv_cache: torch.Tensor, fusion: Fusion)
     """What ``segment_scatter`` does, by the CPU's own fuse."""
     stored = fusion.old_kv
     if isinstance(stored, StoredSegments):
-        num_segments, size = int(stored.tables.totals[0]), (self.num_kv_heads, self.head_size)
+        num_segments, size = (
+            int(stored.tables.totals[stored.layer, 0]),
+            (self.num_kv_heads, self.head_size),
+        )
         table = stored.tables.segments[:num_segments, :3].tolist()
         addresses = stored.tables.addresses[stored.layer].tolist()
         parts, positions, rows = [], [], []

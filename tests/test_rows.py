@@ -1,4 +1,4 @@
-"""The model's own forward on some rows: what it is called with, on vLLM's CUDA graphs and off them."""
+"""The model's own forward on some rows: what it is called with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import (
     BatchDescriptor,
@@ -19,65 +16,11 @@ from vllm.forward_context import (
     override_forward_context,
 )
 
-from vllm_blend import compat_cuda
 from vllm_blend.core import BlendStep, CollectPlan, StepRequest
 from vllm_blend.models import rows
 from vllm_blend.models.blending import Blending
 
 NUM_ROWS, NUM_TOKENS, HIDDEN = 11, 16, 3
-
-
-def piece(sizes: Sequence[int], mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE) -> Any:
-    """A part of a model that was captured for these numbers of tokens; not yet for negative ones."""
-    entries = {
-        BatchDescriptor(num_tokens=abs(size)): SimpleNamespace(cudagraph=object() if size > 0 else None)
-        for size in sizes
-    }
-    return SimpleNamespace(runtime_mode=mode, concrete_cudagraph_entries=entries)
-
-
-def captured(patch: pytest.MonkeyPatch, *pieces: Any) -> None:
-    patch.setattr(CUDAGraphWrapper, "_all_instances", pieces)
-    patch.setattr(compat_cuda, "_captured", {})  # what an engine has captured is read once
-
-
-@settings(deadline=None)
-@given(
-    sizes=st.lists(st.sets(st.integers(1, 9)), max_size=3),
-    num_rows=st.integers(1, 9),
-    num_tokens=st.integers(1, 9),
-)
-def test_the_smallest_graph_that_all_pieces_have_and_the_rows_fit(
-    sizes: list[set[int]], num_rows: int, num_tokens: int
-) -> None:
-    context: Any = SimpleNamespace(batch_descriptor=BatchDescriptor(99, num_reqs=4, uniform=True))
-    with pytest.MonkeyPatch.context() as patch:
-        captured(patch, *map(piece, map(sorted, sizes)))
-        found = compat_cuda.graph_for(context, num_rows, num_tokens)
-    common = set.intersection(*sizes) if sizes else set()
-    fit = [size for size in sorted(common) if num_rows <= size <= num_tokens]
-    assert found == (BatchDescriptor(num_tokens=fit[0]) if fit else None)
-
-
-def test_graphs_that_a_step_cannot_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those not captured yet, or of whole models; and none in a step that vLLM runs without."""
-    context: Any = SimpleNamespace(batch_descriptor=BatchDescriptor(16))
-    captured(monkeypatch, piece([4, -8, 12]), piece([8], CUDAGraphMode.FULL))
-    found = [compat_cuda.graph_for(context, count, 16) for count in (3, 5, 12, 13)]
-    assert [None if d is None else d.num_tokens for d in found] == [4, 12, 12, None]
-    context.batch_descriptor = None
-    assert compat_cuda.graph_for(context, 3, 16) is None
-    context.batch_descriptor = BatchDescriptor(16, has_lora=True)
-    with_adapter = compat_cuda.graph_for(context, 3, 16)
-    assert with_adapter is not None and with_adapter.has_lora
-
-
-def test_an_engine_after_another_has_graphs_of_its_own() -> None:
-    """A size that only the first has captured would be captured in the middle of a step."""
-    for sizes in ({4, 8}, {4, 16}):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CUDAGraphWrapper, "_all_instances", [piece(sorted(sizes))])
-            assert compat_cuda.captured_sizes() == sizes
 
 
 def test_what_is_placed_is_taken_back() -> None:
@@ -158,11 +101,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
 CHOSEN = [1, 4, 5, 9, 10]
 
 
-@pytest.mark.parametrize("graphs", [[], [4], [20]], ids=["none", "too small", "too large"])
-def test_without_a_graph_the_rows_alone(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, graphs: list[int]
-) -> None:
-    captured(monkeypatch, piece(graphs))
+def test_the_rows_alone(runner: Runner) -> None:
     before = [tensor.clone() for tensor in runner.kept]
     hidden = runner.inputs().run_on(runner.frame(CHOSEN), [])
     (call,) = runner.calls
@@ -179,33 +118,9 @@ def test_without_a_graph_the_rows_alone(
     assert all(map(torch.equal, runner.kept, before))
 
 
-def test_a_graph_finds_the_rows_where_the_runner_keeps_its_inputs(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured(monkeypatch, piece([4, 8, 16]), piece([8, 16]))
-    before = [tensor.clone() for tensor in runner.kept]
-    hidden = runner.inputs().run_on(runner.frame(CHOSEN), [])
-    (call,) = runner.calls
-    inputs = runner.embeds if runner.input_ids is None else runner.input_ids
-    assert inputs is not None and runner.is_padding is not None
-    assert sorted(call["at"]) == sorted([inputs.data_ptr(), runner.positions.data_ptr()])
-    assert [len(t) for t in call["given"].values() if t is not None] == [8, 8]
-    assert call["given"]["positions"][:5].tolist() == [100 + row for row in CHOSEN]
-    name = "inputs_embeds" if runner.input_ids is None else "input_ids"
-    assert torch.equal(call["given"][name][:5], before[1][CHOSEN])
-    assert call["mode"] is CUDAGraphMode.PIECEWISE and call["graph"] == BatchDescriptor(8)
-    assert call["is_padding"].tolist() == [False] * 5 + [True] * 3 + before[2][8:].tolist()
-    assert call["context"].is_padding.data_ptr() == runner.is_padding.data_ptr()
-    assert hidden[:, 0].tolist() == [100 + row for row in CHOSEN]
-    # the runner finds what it left there
-    assert all(map(torch.equal, runner.kept, before))
-    assert get_forward_context() is runner.context
-
-
 def test_after_an_error_the_runner_finds_its_inputs(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured(monkeypatch, piece([8]))
     before = [tensor.clone() for tensor in runner.kept]
     monkeypatch.setattr(runner, "model", lambda **arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -214,9 +129,9 @@ def test_after_an_error_the_runner_finds_its_inputs(
     assert get_forward_context() is runner.context
 
 
-def test_hidden_states_go_back_to_their_places(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured(monkeypatch)
-    output = rows.forward(runner.frame(CHOSEN), runner.inputs(), [])
+def test_hidden_states_go_back_to_their_places(runner: Runner) -> None:
+    frame = runner.frame(CHOSEN)
+    output = rows.scattered(frame, runner.inputs().run_on(frame, []), NUM_TOKENS)
     assert output.shape == (NUM_TOKENS, HIDDEN)
     expected = [100.0 + row if row in CHOSEN else 0.0 for row in range(NUM_TOKENS)]
     assert output[:, 0].tolist() == expected

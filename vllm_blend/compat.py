@@ -211,7 +211,6 @@ def install_front_hooks() -> None:
 def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
     """In the model's process: the runner's forward, the worker's outputs, the end of its start."""
     from vllm.platforms import current_platform
-    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
@@ -227,7 +226,6 @@ def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
         workers.append(CPUWorker)
     for worker in workers:
         _wrap(worker, "compile_or_warm_up_model", _probe)
-    _wrap(ModelCudaGraphManager, "capture", compat_cuda.capture_for_rows)
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", compat_cuda.keep_plans_off_decode_graphs)
 
 

@@ -9,12 +9,9 @@
 ``torch.ops._vllm_fa3_C.fwd``   called as such: vLLM's ``flash_attn_varlen_func`` has no ``seqused_q``,
     without which requests must stand in the order of their rows.
     Goes when it has.
-``ModelCudaGraphManager.capture`` (the V2 runner)   wrapped, and ``_capture_descs`` added to meanwhile,
-    so that there are graphs for as many rows as blended prompts have.
-    Goes when vLLM captures sizes that its own batches do not use.
-``CUDAGraphWrapper._all_instances``   read, for the sizes that vLLM has captured: a step that blends
-    replays the graphs for its rows.
-    Goes when vLLM tells which sizes it has captured.
+``vllm.utils.torch_utils.weak_ref_tensor``   called: what one CUDA graph leaves to the next is read by
+    the host between them, and must not be kept alive, or no graph could use its memory.
+    Goes when torch has it.
 ``AttentionBackendEnum._member_map_``   gets XFORMERS as a second name of its member CUSTOM. A member of
     its own would register too, but a spawned engine unpickles its configuration before plugins load,
     and knows only vLLM's own members. CUSTOM is one, and goes to other processes by its value.
@@ -26,14 +23,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.forward_context import BatchDescriptor, ForwardContext
 
     from vllm_blend.ops.sparse_attention_kernel import VirtualRequests
 logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
@@ -177,73 +172,8 @@ def fused_ops(ops: list[Any] | None) -> Iterator[None]:
                 op.__dict__["_forward_method"] = method
 
 
-def graph_for(context: ForwardContext, num_rows: int, num_tokens: int) -> BatchDescriptor | None:
-    """vLLM's name for the smallest of its captured sizes that ``num_rows`` rows fit, or None.
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which may be used for something else once ``tensor`` is gone."""
+    from vllm.utils.torch_utils import weak_ref_tensor
 
-    Args:
-        context: vLLM's of the step.
-        num_tokens: of the step's input tensors, which hold what is padded.
-    """
-    descriptor = context.batch_descriptor
-    if descriptor is None:
-        return None
-    sizes = [size for size in captured_sizes() if num_rows <= size <= num_tokens]
-    return replace(descriptor, num_tokens=min(sizes), num_reqs=None, uniform=False) if sizes else None
-
-
-def captured_sizes() -> frozenset[int]:
-    """Numbers of tokens that every piece of the model was captured for, at the engine's start."""
-    from vllm.compilation.cuda_graph import CUDAGraphWrapper
-    from vllm.config.compilation import CUDAGraphMode
-
-    wrappers = list(CUDAGraphWrapper._all_instances)
-    key = frozenset(map(id, wrappers))
-    if key in _captured:
-        return _captured[key]
-    pieces = [
-        {
-            descriptor.num_tokens
-            for descriptor, entry in wrapper.concrete_cudagraph_entries.items()
-            if entry.cudagraph is not None
-        }
-        for wrapper in wrappers
-        if wrapper.runtime_mode == CUDAGraphMode.PIECEWISE
-    ]
-    _captured.clear()
-    _captured[key] = frozenset(set.intersection(*pieces)) if pieces else frozenset()
-    return _captured[key]
-
-
-_captured: dict[frozenset[int], frozenset[int]] = {}
-"""The captured sizes, by the ids of what holds the graphs: an engine may follow another."""
-
-
-ROW_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 3073, 256))
-"""Numbers of rows that graphs are captured for beside vLLM's own sizes: those of blended prompts of up
-to some 30,000 tokens at 8%. Steps of more rows keep the GPU busy without a graph."""
-
-
-def capture_for_rows(stock: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the V2 runner's capture of graphs: pieces of more sizes, which only steps that blend use.
-
-    vLLM's own steps go on as they would: what they replay is decided by a table that these are not in.
-    """
-    from vllm.config.compilation import CUDAGraphMode
-
-    blending = getattr(model, "blending", None)
-    descs = manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
-    if blending is None or blending.unsupported is not None or not descs or manager.use_breakable_cg:
-        return stock(manager, model, *args, **kwargs)
-    there = {desc.num_tokens for desc in descs}
-    most = manager.vllm_config.scheduler_config.max_num_batched_tokens
-    sizes = [size for size in ROW_SIZES if size not in there and size <= most]
-    more = [replace(descs[0], num_tokens=size) for size in sizes]
-    try:
-        # large ones first: the later ones fit in their memory
-        manager._capture_descs[CUDAGraphMode.PIECEWISE] = sorted(
-            [*descs, *more], key=lambda desc: -desc.num_tokens
-        )
-        return stock(manager, model, *args, **kwargs)
-    finally:
-        manager._capture_descs[CUDAGraphMode.PIECEWISE] = descs
-        _captured.clear()
+    return cast(torch.Tensor, weak_ref_tensor(tensor))

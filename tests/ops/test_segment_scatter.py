@@ -65,7 +65,7 @@ class Case:
 
     def run(self, **other: Any) -> None:
         tables = self.tables
-        segment_scatter(tables.addresses[0], tables.segments, tables.totals, **(self.place | other))
+        segment_scatter(tables.addresses[0], tables.segments, tables.totals[0], **(self.place | other))
 
     def check(self, before: dict[str, torch.Tensor], is_neox_style: bool = True) -> None:
         """The caches hold what the oracle writes over what was in them before."""
@@ -213,7 +213,7 @@ def test_layers_differ_in_addresses_alone(device: torch.device) -> None:
     for layer, stored in enumerate(layers):
         before = case.before()
         case.stored = stored
-        segment_scatter(tables.addresses[layer], tables.segments, tables.totals, **case.place)
+        segment_scatter(tables.addresses[layer], tables.segments, tables.totals[layer], **case.place)
         case.check(before)
 
 
@@ -255,9 +255,15 @@ def test_tables_are_checked_on_the_host() -> None:
     with pytest.raises(ValueError, match="not a multiple of 16 bytes"):
         tables.fill([(1, 0, 0)], [[(0, 8)]])
     tables.fill([(9, 5, 0), (8, 20, 9)], [at[0] * 2])
-    assert tables.totals.tolist() == [2, 3]
+    assert tables.totals.tolist() == [[2, 3]]
     assert tables.segments.tolist() == [[9, 5, 0, 0], [8, 20, 9, 2]]
     assert tables.addresses.tolist() == [[[0, 16], [0, 16]]]
+    layers = SegmentTables(2, 100, num_layers=3, device="cpu")
+    layers.fill([(9, 5, 0), (8, 20, 9)], [at[0] * 2] * 3, counts=[2, 0, 1])
+    assert layers.totals.tolist() == [[2, 3], [0, 0], [1, 2]]
+    for counts in ([2, 0], [3, 0, 0], [0, -1, 0]):
+        with pytest.raises(ValueError, match=r"counts is \[.*\]; expected 3 numbers from 0 to 2"):
+            layers.fill([(9, 5, 0), (8, 20, 9)], [at[0] * 2] * 3, counts=counts)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +285,7 @@ def test_the_door_names_the_argument(
     case = Case(device, [19], torch.float32)
     tables = case.tables
     args = case.place | dict(
-        addresses=tables.addresses[0], segments=tables.segments, totals=tables.totals
+        addresses=tables.addresses[0], segments=tables.segments, totals=tables.totals[0]
     )
     with pytest.raises(ValueError, match=message):
         segment_scatter(**(args | {name: change(args[name])}))

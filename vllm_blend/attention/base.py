@@ -58,7 +58,12 @@ class ActiveRows(Protocol):
     """The rows that a step computes, as attention metadata carry them (``models/frame.py``)."""
 
     def before_attention(
-        self, impl: BlendAttention, layer: Any, query: torch.Tensor, key: torch.Tensor
+        self,
+        impl: BlendAttention,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         """Fuses the layer's stored KV into its paged cache, and lets the question be heard."""
         ...
@@ -117,7 +122,7 @@ class BlendAttention:
         self.blend.watcher.collect(self.blend, key, value)
         active: ActiveRows | None = getattr(metadata, "active", None)
         if active is not None:
-            active.before_attention(self, layer, query, key)
+            active.before_attention(self, layer, query, key, value)
         return active
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:

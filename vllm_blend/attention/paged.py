@@ -8,7 +8,8 @@ import torch
 
 from vllm_blend.attention.base import BlendAttention, Fusion, RowPlaces, StoredSegments
 from vllm_blend.core import BlendPlan
-from vllm_blend.ops import shift_scatter
+from vllm_blend.ops import segment_scatter, shift_scatter
+from vllm_blend.ops.segment_scatter import SegmentTables
 
 NUM_PROGRAMS = 132
 """Of a launch that fuses segments: one for each multiprocessor of a large GPU."""
@@ -28,18 +29,8 @@ class PagedFuse(BlendAttention):
         assert self.blend is not None
         rotation = self.blend.rotation
         if isinstance(fusion.old_kv, StoredSegments):
-            tables = fusion.old_kv.tables
-            torch.ops.vllm_blend.segment_scatter(
-                tables.addresses[fusion.old_kv.layer],
-                tables.segments,
-                tables.totals,
-                fusion.old_kv.slot_mapping,
-                rotation.table,
-                key_cache,
-                value_cache,
-                rotation.is_neox_style,
-                NUM_PROGRAMS,
-            )
+            segments = fusion.old_kv
+            self.fuse_segments(kv_cache, segments.tables, segments.layer, segments.slot_mapping)
             return None
         k, v = fusion.old_kv
         shift_scatter.launch(
@@ -53,6 +44,25 @@ class PagedFuse(BlendAttention):
             rotation.is_neox_style,
         )
         return None
+
+    def fuse_segments(
+        self, kv_cache: torch.Tensor, tables: SegmentTables, layer: int, slot_mapping: torch.Tensor
+    ) -> None:
+        """The same for ``StoredSegments``: what is launched depends on addresses alone."""
+        key_cache, value_cache = self.caches(kv_cache)
+        assert self.blend is not None
+        rotation = self.blend.rotation
+        segment_scatter.launch(
+            tables.addresses[layer],
+            tables.segments,
+            tables.totals[layer],
+            slot_mapping,
+            rotation.table,
+            key_cache,
+            value_cache,
+            rotation.is_neox_style,
+            NUM_PROGRAMS,
+        )
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""

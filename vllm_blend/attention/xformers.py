@@ -21,7 +21,7 @@ of prompts with earlier keys once a layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -344,6 +344,25 @@ class XFormersImpl(PagedFuse, AttentionImpl[XFormersMetadata]):
             self.kv_cache_dtype,
             layer._k_scale,
             layer._v_scale,
+        )
+
+    def at(
+        self,
+        metadata: XFormersMetadata,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> XFormersMetadata:
+        """The metadata for other rows: last key of each, first row and blocks of each request."""
+        num_rows, num_reqs = positions.shape[0], block_table.shape[0]
+        return replace(
+            metadata,
+            num_actual_tokens=num_rows,
+            query_start_loc=query_start_loc,
+            block_table=block_table,
+            spans=[Span(Way.PAGED, slice(0, num_reqs), slice(0, num_rows), (), ())],
+            positions=positions,
+            _parts={},
         )
 
     @staticmethod

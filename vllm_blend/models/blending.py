@@ -26,6 +26,7 @@ from vllm_blend.select.question import Heard, Questions, asked_layers, num_asked
 from vllm_blend.server.mail import News
 
 if TYPE_CHECKING:
+    from vllm_blend.models.graphs import RowGraphs
     from vllm_blend.models.loop import LayerLoop
 
 
@@ -43,10 +44,12 @@ class Blending:
         step: of the forward that runs, if it blends or collects, else None.
         chunks: a server's chunks.
         loop: the layer loop, where this model has one.
+        graphs: steps on rows as CUDA graphs, where the engine uses them.
         clocks: of the steps since they were last asked for.
         in_flight: stored KV that the GPU may still be reading.
         shift: added to the positions of every row; only a probe does that.
         watch: gets the hidden states of every step; likewise.
+        collecting: what a step computes is kept, if its plan says so.
     """
 
     vllm_config: Any
@@ -61,12 +64,13 @@ class Blending:
         self.step: BlendStep | None = None
         self.chunks = ChunkKV()
         self.loop: LayerLoop | None = None
+        self.graphs: RowGraphs | None = None
         self.clocks: list[StageClock] = []
         self.in_flight = InFlight()
         self.shift = 0
         self.watch: Callable[[torch.Tensor], None] | None = None
         self._frame: Frame | None = None
-        self._collecting = True
+        self.collecting = True
 
     @property
     def cache_fuse_metadata(self) -> CacheFuseMetadata:
@@ -115,7 +119,8 @@ class Blending:
         try:
             if len(early) == len(step.blended):
                 self.cache_fuse_metadata.record(frame)
-                output = rows.forward(frame, inputs, self.attns)
+                hidden = self._run_rows(frame, inputs)
+                output = rows.scattered(frame, hidden, inputs.positions.shape[0])
             else:
                 assert self.loop is not None  # else the request was refused
                 output = self.loop.run(frame, inputs)
@@ -138,17 +143,22 @@ class Blending:
         frame.fused_layers = ahead.end_layer = layers.stop
         _ = ahead.stored  # its loads begin
         ahead.listener = questions = Questions(ahead, asking, layers)
-        self._collecting = False
+        self.collecting = False
         try:
-            inputs.run_on(ahead, self.attns)
+            self._run_rows(ahead, inputs)
         except Heard:
             pass
         finally:
-            self._collecting = True
+            self.collecting = True
             ahead.let_go()
         frame.received = questions.received()
         frame.fused |= set(asking)
         _ = frame.stored_behind  # its loads begin
+
+    def _run_rows(self, frame: Frame, inputs: rows.Inputs) -> torch.Tensor:
+        """The model's own forward of a frame's rows, ``[num_rows, hidden_size]``."""
+        hidden = None if self.graphs is None else self.graphs.run(frame, inputs)
+        return inputs.run_on(frame, self.attns) if hidden is None else hidden
 
     def _frame_of(self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None) -> Frame:
         return Frame(
@@ -163,7 +173,7 @@ class Blending:
 
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called by each layer's attention in a step (``attention/base.py``)."""
-        if self._collecting and self.step is not None and self.step.collected:
+        if self.collecting and self.step is not None and self.step.collected:
             collect(self.step, self._frame, layer.index, layer.rotation, key, value)
 
     def _ended(self, step: BlendStep, device: torch.device) -> None:

@@ -28,9 +28,9 @@ class StageClock:
 
     def __init__(self, step: BlendStep | None = None, device: torch.device | None = None) -> None:
         blended = step.blended if step is not None else []
-        num_rows = sum(request.chunk_rows.numel() for request in blended)
+        num_rows = sum(request.num_chunk_rows for request in blended)
         self._shares = {
-            request.request_id: request.chunk_rows.numel() / num_rows
+            request.request_id: request.num_chunk_rows / num_rows
             for request in blended
             if isinstance(request.plan, BlendPlan) and request.plan.timed
         }

@@ -123,7 +123,20 @@ class Frame:
     def positions(self) -> torch.Tensor:
         """Prompt positions of the rows, ``[num_kept]``; before the first choice vLLM's own tensor,
         padding included."""
-        return self._all_positions if self._positions is None else self._positions
+        if self._rows is None:
+            return self._all_positions
+        if self._positions is None:
+            self._positions = self._all_positions[self._rows]
+        return self._positions
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """First of the rows of each request, then ``num_rows``, ``[num_reqs + 1]`` int32."""
+        if self._query_start_loc is None:
+            starts = torch.tensor(self.step.starts, pin_memory=self.device.type == "cuda")
+            starts = starts.to(self.device, non_blocking=True)
+            self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
+        return self._query_start_loc
 
     @cached_property
     def _check_layers(self) -> frozenset[int]:
@@ -180,7 +193,7 @@ class Frame:
         """
         kept = self.kept.get(request)
         if kept is None:
-            kept = torch.arange(request.chunk_rows.numel(), device=self.device)
+            kept = torch.arange(request.num_chunk_rows, device=self.device)
         kept = kept.to(self.device)
         return torch.searchsorted(self.rows, request.chunk_rows[kept]), kept
 
@@ -221,7 +234,12 @@ class Frame:
     # --- what attention asks for -------------------------------------------------------------------
 
     def before_attention(
-        self, impl: BlendAttention, layer: Any, query: torch.Tensor, key: torch.Tensor
+        self,
+        impl: BlendAttention,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         """Fuses the layer's stored KV, and lets the question be heard."""
         stored_k = self.fuse(impl, layer)
@@ -270,6 +288,11 @@ class Frame:
         """The backend's metadata for all rows."""
         return self._context.attn_metadata[attn.layer_name]
 
+    def stock_slots(self, attn: Any) -> torch.Tensor:
+        """Slots of all rows, ``[num_tokens]``."""
+        slots: torch.Tensor = self._context.slot_mapping[attn.layer_name]
+        return slots
+
     def describe(self, attn: Any) -> Any:
         """The backend's metadata for the rows; shared by layers that share the stock one."""
         stock = self.stock_metadata(attn)
@@ -294,13 +317,28 @@ class Frame:
     def context(self, attns: Iterable[Any], **changes: Any) -> ForwardContext:
         """vLLM's forward context, but for what describes rows."""
         attns = list(attns)
+        return self.context_of(
+            {attn.layer_name: self.describe(attn) for attn in attns},
+            {attn.layer_name: self.kept_slots(attn) for attn in attns},
+            **changes,
+        )
+
+    def context_of(
+        self, attn_metadata: dict[str, Any], slot_mapping: dict[str, torch.Tensor], **changes: Any
+    ) -> ForwardContext:
+        """The same for other rows; by layer."""
         return replace(
             self._context,
-            attn_metadata={attn.layer_name: self.describe(attn) for attn in attns},
-            slot_mapping={attn.layer_name: self.kept_slots(attn) for attn in attns},
+            attn_metadata=attn_metadata,
+            slot_mapping=slot_mapping,
             moe_layer_index=0,
             **changes,
         )
+
+    @property
+    def tells_padding(self) -> bool:
+        """Whether vLLM's context says which rows only pad."""
+        return self._context.is_padding is not None
 
     @contextmanager
     def on_rows(self, attn: Any) -> Iterator[None]:
@@ -337,17 +375,13 @@ class Frame:
             self._query_start_loc = query_start_loc.to(torch.int32)
         else:
             self._query_start_loc = None
-        self._rows, self._positions = rows, self._all_positions[rows]
+        self._rows, self._positions = rows, None
         self._slots.clear()
         self._described.clear()
         self._fusing.clear()  # there may be more to fuse now
 
     def _row_places(self) -> RowPlaces:
-        if self._query_start_loc is None:
-            starts = torch.tensor(self.step.starts, pin_memory=self.device.type == "cuda")
-            starts = starts.to(self.device, non_blocking=True)
-            self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
-        return RowPlaces(self.step, self.rows, self.positions, self._query_start_loc)
+        return RowPlaces(self.step, self.rows, self.positions, self.query_start_loc)
 
     def _tables(self, fusing: Fusing) -> SegmentTables | None:
         """Where the stored KV lies; None if it is not read as segments."""

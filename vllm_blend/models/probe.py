@@ -26,6 +26,7 @@ import torch
 from vllm_blend import __version__
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.layers import LayerKV
+from vllm_blend.models.graphs import RowGraphs
 from vllm_blend.models.rotation import Rotation, rotations_in
 from vllm_blend.plugin import vllm_version
 from vllm_blend.ranks import least, num_ranks
@@ -94,6 +95,7 @@ def probe(worker: Any, blending: Blending) -> str | None:
     if verdict.refused:
         return f"blending does not support {name}: {verdict.refused}"
     probing.give(verdict.rotations)
+    probing.capture()
     logger.info("vllm_blend: %s blends%s: %s.", name, " (probed before)" if known else "", verdict)
     return None
 
@@ -143,7 +145,7 @@ class Probing:
                 f"by {shift_error:.2g}, allowed {self._tolerance})"
             )
         self.give(found)
-        kv = [(self._rotation(i).undo(k, self._positions()), v) for i, (k, v) in enumerate(here)]
+        kv = self._stored(here)
         identity = relative_error(self._blend(kv), expected)
         wrong = [(k.roll(CONTROL, 0), v.roll(CONTROL, 0)) for k, v in kv]
         control = relative_error(self._blend(wrong), expected)
@@ -164,6 +166,31 @@ class Probing:
         """Gives each layer the rotation that was found."""
         for index, (attn, which) in enumerate(zip(self._blending.attns, rotations, strict=True)):
             attn.impl.blend.rotation = self._none if which < 0 else self._candidates(index)[which]
+
+    def capture(self) -> None:
+        """Captures steps on rows as CUDA graphs, where the engine uses them; with exact KV they must
+        give full prefill's last hidden state, or they are dropped."""
+        blending = self._blending
+        graphs = RowGraphs.of(blending)
+        if graphs is None:
+            return
+        here, expected = self._collect(0)
+        blending.graphs, graphs.wanted = graphs, True
+        error = relative_error(self._blend(self._stored(here)), expected)
+        if least([int(bool(graphs.sizes) and error < self._tolerance)]) == [0]:
+            blending.graphs = None
+            if graphs.sizes:
+                logger.warning(
+                    "vllm_blend: blended steps run without CUDA graphs, from which the last hidden "
+                    "state is off by %.2g with exact KV (allowed %s)",
+                    error,
+                    self._tolerance,
+                )
+
+    def _stored(self, collected: Sequence[LayerKV]) -> list[LayerKV]:
+        """Collected KV without its positions."""
+        at = self._positions()
+        return [(self._rotation(i).undo(k, at), v) for i, (k, v) in enumerate(collected)]
 
     @property
     def _none(self) -> Rotation:

@@ -2,7 +2,8 @@
 
 rows     every token that no stored KV stands for, and the chunk tokens that the policy chose
 step     input_ids[rows], positions[rows], a forward context that describes those rows in every
-         layer -> the model's own forward, compiled or not, on vLLM's CUDA graphs where one fits
+         layer -> the model's own forward, compiled or not; from CUDA graphs on a GPU
+         (models/graphs.py)
 layers   each attention op writes stored K, rotated to its place, and V to the slots that no row
          takes; then the rows attend over the paged cache
 output   hidden states back at their places among all rows, for vLLM's runner
@@ -17,9 +18,8 @@ from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.forward_context import override_forward_context
 
-from vllm_blend import compat_cuda
 from vllm_blend.core import StepRequest
 from vllm_blend.models.frame import Frame
 from vllm_blend.ranks import num_ranks, of_first
@@ -48,36 +48,16 @@ class Inputs:
         return self._run(self.input_ids, self.positions, self.inputs_embeds)
 
     def run_on(self, frame: Frame, attns: Sequence[Any]) -> torch.Tensor:
-        """The model's forward of a frame's rows, ``[num_rows, hidden_size]``."""
-        whole = get_forward_context()
-        num_rows, num_tokens = frame.num_rows, self.positions.shape[0]
-        graph = compat_cuda.graph_for(whole, num_rows, num_tokens)
+        """The model's forward of a frame's rows, ``[num_rows, hidden_size]``, without CUDA graphs."""
         inputs = [
             None if tensor is None else tensor[frame.rows]
             for tensor in (self.input_ids, self.inputs_embeds)
         ]
-        if graph is None:
-            changes = dict(
-                cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None, is_padding=None
-            )
-            with override_forward_context(frame.context(attns, **changes)):
-                return self._run(inputs[0], frame.positions, inputs[1])
-        # a graph reads its inputs where vLLM's runner keeps them
-        size = graph.num_tokens
-        padding = torch.arange(size, device=self.positions.device) >= num_rows
-        changes = dict(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=graph)
-        with (
-            placed(self.input_ids, inputs[0]),
-            placed(self.inputs_embeds, inputs[1]),
-            placed(self.positions, frame.positions),
-            placed(whole.is_padding, padding),
-            override_forward_context(frame.context(attns, **changes)),
-        ):
-            return self._run(
-                None if self.input_ids is None else self.input_ids[:size],
-                self.positions[:size],
-                None if self.inputs_embeds is None else self.inputs_embeds[:size],
-            )[:num_rows]
+        changes = dict(
+            cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None, is_padding=None
+        )
+        with override_forward_context(frame.context(attns, **changes)):
+            return self._run(inputs[0], frame.positions, inputs[1])
 
     def _run(
         self,
@@ -110,10 +90,9 @@ def placed(target: torch.Tensor | None, values: torch.Tensor | None) -> Iterator
         place.copy_(before)
 
 
-def forward(frame: Frame, inputs: Inputs, attns: Sequence[Any]) -> torch.Tensor:
+def scattered(frame: Frame, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none are computed."""
-    hidden = inputs.run_on(frame, attns)
-    output = hidden.new_zeros(inputs.positions.shape[0], hidden.shape[1])
+    output = hidden.new_zeros(num_tokens, hidden.shape[1])
     return output.index_copy_(0, frame.rows, hidden)
 
 

@@ -48,7 +48,7 @@ class SegmentTables:
     Attributes:
         addresses: of the first K and first V element, ``[num_layers, num_segments_max, 2]`` int64.
         segments: ``(count, first_position, first_row, first_unit)``, ``[num_segments_max, 4]`` int32.
-        totals: ``(num_segments, num_units)``, ``[2]`` int32.
+        totals: ``(num_segments, num_units)`` of each layer, ``[num_layers, 2]`` int32: the first ones.
     """
 
     def __init__(
@@ -61,16 +61,23 @@ class SegmentTables:
         self.num_segments_max, self.num_rows_max = num_segments_max, num_rows_max
         self.num_layers = num_layers
         # int32 words: totals (padded to 16 bytes), segments, addresses
-        self._sizes = [4, 4 * num_segments_max, 4 * num_layers * num_segments_max]
+        self._sizes = [
+            -(-2 * num_layers // 4) * 4,
+            4 * num_segments_max,
+            4 * num_layers * num_segments_max,
+        ]
         words = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         totals, segments, addresses = words.split(self._sizes)
         self._words = words
-        self.totals = totals[:2]
+        self.totals = totals[: 2 * num_layers].view(num_layers, 2)
         self.segments = segments.view(num_segments_max, 4)
         self.addresses = addresses.view(torch.int64).view(num_layers, num_segments_max, 2)
 
     def fill(
-        self, segments: Sequence[tuple[int, int, int]] | npt.NDArray[np.int32], addresses: npt.ArrayLike
+        self,
+        segments: Sequence[tuple[int, int, int]] | npt.NDArray[np.int32],
+        addresses: npt.ArrayLike,
+        counts: Sequence[int] | None = None,
     ) -> None:
         """Replaces the segments.
 
@@ -81,6 +88,7 @@ class SegmentTables:
                 position ``first_position + i``, and its slot is ``slot_mapping[first_row + i]``.
             addresses: of each layer's and segment's first K and first V element, in bytes,
                 ``[num_layers, num_segments, 2]``.
+            counts: how many of the segments each layer has, the first ones; None: all.
 
         Raises:
             ValueError: too many segments, a negative number, rows beyond ``num_rows_max``, an address
@@ -112,13 +120,20 @@ class SegmentTables:
             raise ValueError(f"addresses has one that is not a multiple of {ALIGNMENT} bytes")
 
         units = -(-count // UNIT_TOKENS)
+        first_unit = np.append(0, units.cumsum())
+        of_layers = np.full(self.num_layers, num) if counts is None else np.asarray(counts)
+        if of_layers.shape != (self.num_layers,) or (of_layers < 0).any() or (of_layers > num).any():
+            raise ValueError(
+                f"counts is {of_layers.tolist()}; expected {self.num_layers} numbers from 0 to {num}"
+            )
         # pinned memory of torch's own is not used again before the copy from it is done
         staging = torch.zeros(self._words.shape[0], dtype=torch.int32, pin_memory=self._words.is_cuda)
         parts = staging.numpy()
         totals, rows, pairs = np.split(parts, np.cumsum(self._sizes[:2]))
-        totals[:2] = num, units.sum()
+        by_layer = totals[: 2 * self.num_layers].reshape(-1, 2)
+        by_layer[:, 0], by_layer[:, 1] = of_layers, first_unit[of_layers]
         rows = rows.reshape(-1, 4)[:num]
-        rows[:, :3], rows[:, 3] = table, units.cumsum() - units
+        rows[:, :3], rows[:, 3] = table, first_unit[:-1]
         pairs.view(np.int64).reshape(self.num_layers, -1, 2)[:, :num] = where
         self._words.copy_(staging, non_blocking=True)
 

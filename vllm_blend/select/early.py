@@ -118,7 +118,21 @@ def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
         windows = [(span, span.start, span.end) for span in plan.spans]
         view = EarlyView(windows, None, torch.device("cpu"))
         total = sum(end - start for _, start, end in windows)
-        at = make_policy(settings).rows(view, num_kept(settings.last_ratio, total))
-        plan.made["chosen"] = view.positions[at]
-    here = torch.cat([torch.arange(start, end) for _, start, end in request.windows])
-    return torch.isin(here, plan.made["chosen"]).nonzero().flatten()
+        plan.made["chosen"] = make_policy(settings).rows(view, num_kept(settings.last_ratio, total))
+    return among(plan.made["chosen"], plan.spans, request)
+
+
+def among(chosen: torch.Tensor, spans: Sequence[ChunkSpan], request: StepRequest) -> torch.Tensor:
+    """Those of a prompt's chosen chunk tokens that a request's window holds.
+
+    Args:
+        chosen: ascending, as indices into the tokens of ``spans``.
+
+    Returns:
+        Indices into the request's ``chunk_rows``.
+    """
+    if request.num_chunk_rows == sum(span.end - span.start for span in spans):
+        return chosen
+    before = sum(max(0, min(span.end, request.position) - span.start) for span in spans)
+    first, end = torch.searchsorted(chosen, torch.tensor([before, before + request.num_chunk_rows]))
+    return chosen[first:end] - before

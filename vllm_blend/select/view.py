@@ -117,7 +117,7 @@ class View:
         request = self.request
         own = torch.ones(request.num_rows, dtype=torch.bool, device=request.device)
         own.index_fill_(0, request.chunk_rows - request.row, False)
-        count = request.num_rows - request.chunk_rows.numel()
+        count = request.num_rows - request.num_chunk_rows
         rows = torch.nonzero_static(own, size=count).flatten() + request.row
         return torch.searchsorted(self.frame.rows, rows)
 
