@@ -321,8 +321,8 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
     # each document behind another
     groups = [[corpus[at - 1], *corpus[at : at + 9]] for at in range(0, len(corpus), 9)]
     groups += [[text] for text in corpus] if first else []
-    missed, computed, before = 1, 0, -1
-    while missed or computed != before:
+    missed, waiting, computed, before = 1, 0, 0, -1
+    while missed or waiting or computed != before:
         missed, before = 0, computed
         for group in groups:
             parts = [f"{text}\n\n" for text in group]
@@ -334,7 +334,7 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
             }
             report = post(f"{url}/v1/completions", body)["kv_transfer_params"]["blend"]
             missed += report["missed_chunks"] or bool(report["why_not"])
-            computed = report["computed_chunks"]
+            computed, waiting = report["computed_chunks"], report["waiting_chunks"]
         print(f"warming: {missed} documents missed, {computed} computed", flush=True)
         time.sleep(2)  # an idle engine computes them at once
 

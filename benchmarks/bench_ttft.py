@@ -42,7 +42,7 @@ def main() -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: shapes of real models (cpu)"
     )
     parser.add_argument(
-        "--shape", nargs="+", default=["mistral-7b"], help="cuda: mistral-7b, llama-3-8b"
+        "--shape", nargs="+", default=["mistral-7b"], help="cuda: of ttft_shapes.py (mistral-7b)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="cuda: of the model (bfloat16)")
     parser.add_argument(
@@ -50,6 +50,9 @@ def main() -> None:
         nargs="+",
         default=["auto"],
         help="cuda: FLASH_ATTN, XFORMERS, ... in one table (vLLM's choice)",
+    )
+    parser.add_argument(
+        "--prefix-caching", action="store_true", help="cuda: with vLLM's prefix cache on"
     )
     parser.add_argument("--eager", action="store_true", help="cuda: without torch.compile and graphs")
     parser.add_argument(

@@ -1,11 +1,13 @@
 """Time to first token at real models' shapes, with dummy weights: ``bench_ttft.py --device cuda``.
 
 KV of the chunks lies on the GPU or in pinned host memory; a blended time then includes its way to the
-GPU. "prefix hit" is stock vLLM that finds the first chunk, a sixth of the prompt, in its prefix cache.
+GPU. ``--prefix-caching``: with vLLM's prefix cache, for which the host hashes every prompt; "prefix
+hit" is then stock vLLM that finds the first chunk, a sixth of the prompt.
 
 The floor is what must be computed, at rates measured in the same run (cuBLAS, vLLM's FlashAttention on
-the whole prompt): one whole layer, V of the next, and the kept rows in the others. It leaves out vLLM's
-own time around the layers, norms and activations, and the choice; ``--profile`` shows where those go.
+the whole prompt): the kept rows in all layers, where a check layer chooses them one whole layer and V
+of the next; or the copies from pinned memory, if they take longer. It leaves out vLLM's own time around
+the layers, norms and activations, and the choice; ``--profile`` shows where those go.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, product
 from multiprocessing import get_context
 from statistics import median
@@ -58,6 +60,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": dict(
         architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, rope_theta=5e5
     ),
+    "qwen3-30b-a3b": dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        vocab_size=151936,
+        num_hidden_layers=48,
+        num_key_value_heads=4,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+    ),
     "tiny": dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
@@ -70,6 +89,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         head_dim=32,
     ),
 }
+GPU_MEMORY = {"qwen3-30b-a3b": 0.92}
+"""Share of the GPU's memory that engines take, where it is not 0.8."""
+
 QUESTION_TOKENS = 64
 CHUNKS = 6
 
@@ -109,9 +131,8 @@ def make_llm(folder: str, longest: int, options: argparse.Namespace, **more: Any
         max_num_batched_tokens=longest,
         max_num_seqs=16,
         enforce_eager=options.eager,
-        gpu_memory_utilization=0.8,
         disable_log_stats=True,
-        **more,
+        **({"gpu_memory_utilization": 0.8} | more),
     )
 
 
@@ -120,12 +141,19 @@ def run_shape(
 ) -> tuple[list[list[Any]], list[dict[str, Any]]]:
     """Rows of the table and of the JSON line, from one engine."""
     longest = max(options.tokens) + 1
-    # only "prefix hit" reads the prefix cache
-    llm = make_llm(folder, longest, options, enable_prefix_caching=True, attention_backend=backend)
-    bench = Bench(llm)
+    llm = make_llm(
+        folder,
+        longest,
+        options,
+        enable_prefix_caching=options.prefix_caching,  # only "prefix hit" reads it
+        attention_backend=backend,
+        gpu_memory_utilization=GPU_MEMORY.get(shape, 0.8),
+    )
+    bench = Bench(llm, options.prefix_caching)
     backend = bench.model.layers[0].self_attn.attn.attn_backend.get_name()
     print(f"{shape}, {backend}, {hardware()}")
-    rates = Rates(bench) if bench.device.type == "cuda" else None
+    dense = hasattr(bench.model.layers[1].mlp, "gate_up_proj")
+    rates = Rates(bench) if bench.device.type == "cuda" and dense else None
     rows: list[list[Any]] = []
     results: list[dict[str, Any]] = []
     lines: list[tuple[int, str, dict[str, float]]] = []
@@ -141,7 +169,7 @@ def run_shape(
             result |= dict(ttft_s=ttft, speedup=speedup)
             row = [num_tokens, backend, name, f"{ttft * 1e3:.1f} ms", f"{speedup:.2f}x", "", ""]
             if rates is not None and ratio is not None:
-                floor = rates.floor(num_tokens, kept)
+                floor = rates.floor(num_tokens, kept, bench.settings[name], "pinned" in name)
                 row[-2:] = [f"{floor * 1e3:.1f} ms", f"{ttft / floor:.2f}"]
                 result |= dict(floor_s=floor)
             rows.append(row)
@@ -161,7 +189,7 @@ class Rates:
     """What this GPU takes for the parts of a layer, in seconds; the floor is made of these."""
 
     def __init__(self, bench: Bench) -> None:
-        self.num_layers = bench.num_layers
+        self.bench, self.num_layers = bench, bench.num_layers
         attn, mlp = bench.model.layers[1].self_attn, bench.model.layers[1].mlp
         self.attn = attn
         self.weights = [p.weight for p in (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)]
@@ -188,12 +216,24 @@ class Rates:
             lambda: flash_attn_varlen_func(q=q, k=k, v=v, causal=True, fa_version=version, **lens)
         )
 
-    def floor(self, num_tokens: int, num_kept: int) -> float:
-        """Seconds of a blend's first token, if nothing else took time."""
+    def floor(self, num_tokens: int, num_kept: int, settings: BlendSettings, copied: bool) -> float:
+        """Seconds of a blend's first token, if nothing else took time; ``copied``: its KV is."""
         attention = self.attention(num_tokens)
-        v = self.product(num_tokens, self.weights[0][-self.attn.kv_size :])
         kept = self.products(num_kept) + attention * num_kept / num_tokens
-        return self.products(num_tokens) + attention + v + (self.num_layers - 1) * kept
+        copies = num_tokens * self.copy if copied else 0.0
+        if settings.early:
+            return max(copies, self.num_layers * kept)
+        v = self.product(num_tokens, self.weights[0][-self.attn.kv_size :])
+        first = self.products(num_tokens) + attention + v
+        return max(copies, first + (self.num_layers - 1) * kept)
+
+    @cached_property
+    def copy(self) -> float:
+        """Of the KV of a token, from pinned memory."""
+        shape = self.bench.model.blending.kv_shape
+        there = self.bench.random((2, *shape.of(2048)))
+        here = torch.empty_like(there, device="cpu", pin_memory=True)
+        return self.num_layers * self.seconds(lambda: there.copy_(here, non_blocking=True)) / 2048
 
     @staticmethod
     def seconds(call: Callable[[], object]) -> float:
@@ -209,8 +249,9 @@ class Rates:
 class Bench:
     """Prompts of random tokens over random KV, on one engine."""
 
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
+    def __init__(self, llm: Any, prefix_caching: bool = False) -> None:
+        self.llm, self.prefix_caching = llm, prefix_caching
+        self.settings: dict[str, BlendSettings] = {}  # by method
         self.model = blend_model(llm)
         self.num_layers = self.model.blending.kv_shape.num_layers
         self.vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -244,13 +285,15 @@ class Bench:
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS
-        self.run(token_ids[:first])
-        found["prefix hit"] = partial(self.prefix_hit, token_ids[:first], num_tokens)
+        if self.prefix_caching:
+            self.run(token_ids[:first])
+            found["prefix hit"] = partial(self.prefix_hit, token_ids[:first], num_tokens)
         for place in ("gpu", "pinned") if self.device.type == "cuda" else ("host",):
             spans = self.spans(num_tokens, place)
             for policy, ratio, moved in product(policies, ratios, (False, True) if drift else (False,)):
                 settings = BlendSettings(recomp_ratio=ratio, policy=policy, drift=moved)
                 name = f"{policy} {ratio:.0%}{', drift' if moved else ''}, KV {place}"
+                self.settings[name] = settings
                 found[name] = partial(self.run, token_ids, BlendPlan(spans, settings))
         return found
 

@@ -178,7 +178,7 @@ def test_every_layer_is_read_as_it_is_stored(
     """Whatever order the streams allow: a policy's look at the check layer, then a scatter a layer."""
     device = Device(monkeypatch)
     requests, late = make_requests(kinds)
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, first_layer, StageClock(), load.began(CPU))
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, first_layer, StageClock())
     segments = stored.segments(requests)
     assert segments is not None
     read: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -235,7 +235,7 @@ def test_every_layer_is_corrected_for_where_it_stands(
         [x.clone() for x in expected_kv(r, layer)] for r in requests for layer in range(NUM_LAYERS)
     ]
     drift = Drift(torch.randn(NUM_LAYERS, 2, NUM_OCTAVES, *SHAPE))
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU), drift)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), drift)
     segments = stored.segments(requests)
     assert segments is not None
     read: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -268,7 +268,7 @@ def test_every_layer_is_corrected_for_where_it_stands(
 def test_on_a_cpu_the_layers_are_corrected_as_well() -> None:
     requests, _ = make_requests(["joint", "fp8", "apart"], moved=True)
     drift = Drift(torch.randn(NUM_LAYERS, 2, NUM_OCTAVES, *SHAPE))
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU), drift)
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), drift)
     for request, layer in product(requests, range(1, NUM_LAYERS)):
         for found, expected in zip(
             stored.old_kv(request, layer), corrected(request, layer, drift), strict=True
@@ -284,7 +284,7 @@ def test_what_is_not_to_be_corrected_is_not_touched(wish: str, monkeypatch: pyte
     span = ChunkSpan(3, OnGPU(make_layers(5, 0, True)), computed_at=place)
     request = StepRequest(BlendPlan((span,), settings), 0, 0, 9, torch.device("cpu"))
     drift = Drift(torch.randn(NUM_LAYERS, 2, NUM_OCTAVES, *SHAPE))
-    stored = load.StoredLayers([request], CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU), drift)
+    stored = load.StoredLayers([request], CPU, NUM_LAYERS, 1, StageClock(), drift)
     stored.read(1)
     assert not device.launched
     (segment,) = stored.segments([request]) or []
@@ -304,23 +304,24 @@ def test_a_layer_is_copied_once_and_as_far_ahead_as_the_ring_is_deep(
         device.launched.clear()
         return count
 
-    stored = load.StoredLayers(
-        requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU), end_layer=end
-    )
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), end_layer=end)
     num_layers = NUM_LAYERS if end is None else end
     # K and V at once where they lie behind one another; of the second request's first chunk, only the
     # end is in its window
     a_layer = (1 + 2) + (2 + 2)
+    assert copied() == 0  # what the step itself needs goes first
+    stored.begin()
     assert copied() == a_layer
+    stored.begin()
     stored.old_kv(requests[0], 1)
     assert copied() == 0
     for layer in range(1, num_layers):
         stored.read(layer)
-        ahead = (load.AHEAD - 1) if layer == 1 else 1 if layer + load.AHEAD <= num_layers else 0
-        assert copied() == ahead * a_layer
         stored.old_kv(requests[1], layer)
         assert copied() == 0
         stored.done(layer)
+        left = num_layers - 1 - layer
+        assert copied() == min(left, load.AHEAD if layer == 1 else left + 1 > load.AHEAD) * a_layer
 
 
 def test_copies_wait_for_what_was_launched_before_the_step_alone(
@@ -331,7 +332,7 @@ def test_copies_wait_for_what_was_launched_before_the_step_alone(
     device.main.launch(lambda: None, lambda: ready["what wrote the KV"])
     after = load.began(CPU)
     device.main.launch(lambda: None, lambda: ready["layer 0"])
-    load.StoredLayers(make_requests(["joint"])[0], CPU, NUM_LAYERS, 1, StageClock(), after)
+    load.StoredLayers(make_requests(["joint"])[0], CPU, NUM_LAYERS, 1, StageClock()).begin(after)
     device.run_what_can()
     assert device.launched and not device.copied
     ready["what wrote the KV"] = True
@@ -344,14 +345,14 @@ def test_no_stream_waits_for_more_than_it_must(monkeypatch: pytest.MonkeyPatch) 
     """The copies for a layer run as soon as its buffer is free, whatever the layers still compute."""
     device = Device(monkeypatch)
     requests, _ = make_requests(["joint"])
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU))
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock())
     gates = dict.fromkeys(range(NUM_LAYERS), False)
     for layer in range(1, 4):
         stored.read(layer)
         stored.done(layer)
         device.main.launch(lambda: None, lambda layer=layer: gates[layer])  # the layer itself
 
-    per_layer = len(device.launched) // 5
+    per_layer = len(device.launched) // 6
 
     def copied() -> int:
         device.run_what_can()
@@ -360,13 +361,15 @@ def test_no_stream_waits_for_more_than_it_must(monkeypatch: pytest.MonkeyPatch) 
     assert copied() == 4  # layer 1 still runs; its own buffer holds layer 4
     gates[1] = True
     assert copied() == 5
+    gates[2] = True
+    assert copied() == 6
     assert device.main.work and not device.copies.work
 
 
 def test_the_host_is_asked_for_no_layer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Device(monkeypatch)
     requests, late = make_requests(["late", "joint"])
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU))
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock())
     with pytest.raises(ChunkLost, match="layer 0 did not arrive"):
         stored.read(1)
     for layers in late:
@@ -383,7 +386,7 @@ def test_small_heads_are_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = make_layers(5, 0, True, (3, 2))
     plan = BlendPlan((ChunkSpan(1, StoredKV(layers)),), BlendSettings())
     request = StepRequest(plan, 0, 0, 7, torch.device("cpu"))
-    stored = load.StoredLayers([request], CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU))
+    stored = load.StoredLayers([request], CPU, NUM_LAYERS, 1, StageClock())
     assert stored.segments([request]) is None
     stored.read(1)
     k, v = stored.old_kv(request, 1)
@@ -393,7 +396,7 @@ def test_small_heads_are_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     requests, _ = make_requests(["joint"])
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), load.began(CPU))
+    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock())
     stored.read(1)
     assert stored.segments(requests) is None
     span = requests[0].windows[0][0]

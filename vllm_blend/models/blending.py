@@ -111,16 +111,15 @@ class Blending:
             self._ask(frame, inputs)
             early = [request for request in step.blended if request.settings.early]
             if early:
-                _ = frame.stored  # its loads begin
                 frame.shrink({r: rows.choose(r, frame.received.get(r)) for r in early})
             if not frame.num_rows:  # a window of chunked prefill may hold reused tokens alone
                 frame.shrink({early[0]: torch.tensor([early[0].num_chunk_rows - 1])})
         self._frame = frame
         try:
             if len(early) == len(step.blended):
-                self.cache_fuse_metadata.record(frame)
                 hidden = self._run_rows(frame, inputs)
                 output = rows.scattered(frame, hidden, inputs.positions.shape[0])
+                self.cache_fuse_metadata.record(frame)
             else:
                 assert self.loop is not None  # else the request was refused
                 output = self.loop.run(frame, inputs)
@@ -141,7 +140,6 @@ class Blending:
         ahead = self._frame_of(frame.step, inputs, frame.clock)
         ahead.own_rows_of(asking)
         frame.fused_layers = ahead.end_layer = layers.stop
-        _ = ahead.stored  # its loads begin
         ahead.listener = questions = Questions(ahead, asking, layers)
         self.collecting = False
         try:
@@ -153,7 +151,7 @@ class Blending:
             ahead.let_go()
         frame.received = questions.received()
         frame.fused |= set(asking)
-        _ = frame.stored_behind  # its loads begin
+        frame.begin_behind()
 
     def _run_rows(self, frame: Frame, inputs: rows.Inputs) -> torch.Tensor:
         """The model's own forward of a frame's rows, ``[num_rows, hidden_size]``."""

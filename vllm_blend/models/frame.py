@@ -166,10 +166,13 @@ class Frame:
             self._num_layers,
             first_layer,
             self.clock,
-            self._began,
             self._drift,
             self.end_layer,
         )
+
+    def begin_behind(self) -> None:
+        """Starts to read ``stored_behind``, beside what runs of this step."""
+        self.stored_behind.begin(self._began)
 
     def stored_of(self, request: StepRequest) -> StoredLayers:
         return self.stored_behind if request in self.fused else self.stored

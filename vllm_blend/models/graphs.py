@@ -45,7 +45,7 @@ faster than of 400 or 448 on an H100. Steps of more rows keep the GPU busy witho
 MAX_REQS = 64
 """Most requests of a step that is replayed; an empty one costs little."""
 
-MAX_SEGMENTS = 256
+MAX_SEGMENTS = 128
 """Most pieces of stored KV of such a step."""
 
 

@@ -7,6 +7,7 @@ they take no multiprocessor from the layers.
 
 Who waits for whom, always on the GPU and by events, never the host:
 
+    the first copies      for what was launched when they ``begin``: it may have written what they read
     copies of a layer     for `done` of the layer whose buffer they overwrite
     readers of a layer    for its copies
 """
@@ -107,7 +108,6 @@ class StoredLayers:
         num_layers: of the model.
         first_layer: the first whose KV will be asked for.
         clock: measures the loads.
-        after: what they wait for (``began``).
         drift: by which all of it is corrected; what lies on the GPU is copied for that.
         end_layer: no layer from this one on will be asked for; None: all may be.
     """
@@ -119,11 +119,10 @@ class StoredLayers:
         num_layers: int,
         first_layer: int,
         clock: StageClock,
-        after: torch.cuda.Event | None,
         drift: Drift | None = None,
         end_layer: int | None = None,
     ) -> None:
-        self._drift = drift
+        self._drift, self._begun = drift, False
         self._end = num_layers if end_layer is None else end_layer
         self._weights = {} if drift is None else drift_weights(requests)
         self._clock, self._device, self._num_layers = clock, device, num_layers
@@ -135,19 +134,29 @@ class StoredLayers:
         self._example = requests[0].windows[0][0].kv.described[first_layer][0]
         self._stream = _copy_stream(device)
         self._lay_out(requests)
-        if not self._on_ring:
+        if self._on_ring:
+            self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
+            self._done = [torch.cuda.Event() for _ in range(AHEAD)]  # nobody waits for one not recorded
+
+    def begin(self, after: torch.cuda.Event | None = None) -> None:
+        """Starts to read, behind all that is launched by now, or by ``after``.
+
+        What little the host sends to the device for a step goes first: behind the copies of a layer it
+        would take as long as they do.
+        """
+        if self._begun or not self._on_ring:
             return
-        if after is not None:
-            self._stream.wait_event(after)
-        self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
-        self._done = [torch.cuda.Event() for _ in range(AHEAD)]  # nobody waits for one not recorded
-        if self._has(first_layer):
-            self._read(first_layer, first_layer + 1)
+        self._begun = True
+        if (event := after or began(self._device)) is not None:
+            self._stream.wait_event(event)
+        if self._has(self._next):
+            self._read(self._next, self._next + 1)
 
     def read(self, layer: int) -> None:
-        """Lets the current stream wait for ``layer``, and starts to read those after it."""
+        """Lets the current stream wait for ``layer``."""
         if self._on_ring:
-            self._read(layer, layer + AHEAD)
+            self.begin()
+            self._read(layer, layer + 1)
             self._wait(layer)
 
     def segments(self, requests: Sequence[StepRequest]) -> list[Window] | None:
@@ -168,15 +177,15 @@ class StoredLayers:
                 if self._drift is None or request not in self._weights:
                     return k, v
                 return correct((k, v), self._weights[request], self._drift.matrix(layer, k))
-        if self._on_ring:
-            self._read(layer, layer + 1)
-            self._wait(layer)
+        self.read(layer)
         return behind_one_another([window.at(layer) for window in windows])
 
     def done(self, layer: int) -> None:
-        """To be called once all that reads ``layer`` is launched: its buffer is free after that."""
+        """To be called once all that reads ``layer`` is launched: its buffer is free after that, and is
+        given to another layer."""
         if self._on_ring:
             self._done[layer % AHEAD].record(torch.cuda.current_stream(self._device))
+            self._read_ahead(layer + 1, layer + 1 + AHEAD)
 
     def _lay_out(self, requests: Sequence[StepRequest]) -> None:
         """Finds each window's place: where it lies, or in the ring."""
@@ -238,11 +247,16 @@ class StoredLayers:
         """Whether a layer is there to be copied."""
         return all(window.kv.has(layer) for window in self._on_ring)
 
-    def _read(self, first: int, end: int) -> None:
-        """Reads ``first``, and of those behind it up to ``end`` the ones that are there."""
+    def _read_ahead(self, first: int, end: int) -> None:
+        """Reads those of the layers that are there."""
         for layer in range(max(self._next, first), min(end, self._end)):
-            if layer > first and not self._has(layer):
+            if not self._has(layer):
                 return
+            self._read(layer, layer + 1)
+
+    def _read(self, first: int, end: int) -> None:
+        """Launches the copies of layers that are not yet."""
+        for layer in range(max(self._next, first), min(end, self._end)):
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._done[layer % AHEAD])
                 with self._clock.stage("load"):
@@ -289,7 +303,7 @@ class InFlight:
 
 
 def began(device: torch.device) -> torch.cuda.Event | None:
-    """All that is launched by now: what wrote stored KV may be among it."""
+    """All that is launched by now; None where nothing is read ahead."""
     return torch.cuda.current_stream(device).record_event() if _reads_ahead(device) else None
 
 

@@ -59,7 +59,7 @@ class LayerLoop:
                     hidden, residual = layer(frame.positions, hidden, residual)
             else:  # a window of chunked prefill may hold reused tokens alone
                 frame.fuse(attn.impl, attn)
-            _ = frame.stored  # its loads begin once layer 0 is launched
+            frame.stored.begin()  # once layer 0 is launched
         if frame.num_rows:
             hidden, _ = inner.norm(hidden, residual)
             output[frame.rows] = hidden[: frame.num_rows]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -281,8 +283,13 @@ def choose_splits(device: torch.device, num_parts: int) -> int:
     """Programs of a part, a power of two: so many that two programs share a multiprocessor."""
     if INTERPRETED:
         return 2
-    num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    num_programs = 2 * num_multiprocessors(device)
     return 1 << min(6, max(1, num_programs // num_parts).bit_length() - 1)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def launch(

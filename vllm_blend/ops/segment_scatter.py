@@ -127,7 +127,7 @@ class SegmentTables:
                 f"counts is {of_layers.tolist()}; expected {self.num_layers} numbers from 0 to {num}"
             )
         # pinned memory of torch's own is not used again before the copy from it is done
-        staging = torch.zeros(self._words.shape[0], dtype=torch.int32, pin_memory=self._words.is_cuda)
+        staging = torch.empty(self._words.shape[0], dtype=torch.int32, pin_memory=self._words.is_cuda)
         parts = staging.numpy()
         totals, rows, pairs = np.split(parts, np.cumsum(self._sizes[:2]))
         by_layer = totals[: 2 * self.num_layers].reshape(-1, 2)
