@@ -223,7 +223,6 @@ class StoredLayers:
                 self._on_ring.append(window)
         self._fast = [window for window in self._on_ring if window.in_one_block]
         self._others = [window for window in self._on_ring if not window.in_one_block]
-        self._sources = [w.kv.layers.block.unbind(0) for w in self._fast]  # type: ignore[attr-defined]
         self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]
         if self._weights:
             with torch.cuda.stream(self._stream):
@@ -261,7 +260,7 @@ class StoredLayers:
                 self._stream.wait_event(self._done[layer % AHEAD])
                 with self._clock.stage("load"):
                     if self._fast:  # a call for all of them: calls are what takes the host's time
-                        sources = [layers[layer] for layers in self._sources]
+                        sources = [w.kv.layers.block[layer] for w in self._fast]  # type: ignore[attr-defined]
                         _copy_all(self._targets[layer % AHEAD], sources)
                     for window in self._others:
                         window.copy(layer)
