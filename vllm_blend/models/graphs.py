@@ -5,9 +5,9 @@ of it. vLLM's own graphs end before attention and begin behind it; these hold at
 any positions. Between two of them the host does what a graph cannot: it lets the GPU wait for the next
 layer's stored KV, and hands out queries, K and V to what listens or collects.
 
-graph i    from attention i - 1 on (0: from the embedding), up to attention i: fresh K and V are in the
-           paged cache, and stored K and V too, by the segments that a step's tables name
-the last   from the last attention to the model's output
+the first  from the embedding to the first layer's attention: fresh K and V are in the paged cache
+the others a layer's stored K and V go to the paged cache, by the segments that a step's tables name;
+           its attention, and on to the next layer's, or to the model's output
 
 All sizes are captured at the engine's start, once the probes have passed, from one blended step.
 """
@@ -214,20 +214,21 @@ class RowGraphs:
     def _replay(self, chain: Chain, frame: Frame) -> None:
         blending, count = self._blending, frame.num_rows
         attended = frame.listener is not None or bool(frame.step.collected)
-        for index, graph in enumerate(chain.graphs[:-1]):
-            stored = frame.fusing(index).stored
+        chain.graphs[0].replay()
+        for index, graph in enumerate(chain.graphs[1:]):
+            attn, stored = blending.attns[index], frame.fusing(index).stored
+            if attended:
+                query, key, value = (tensor[:count] for tensor in chain.stops[index])
+                blending.collect(attn.impl.blend, key, value)
+                if frame.listener is not None:
+                    query = query.clone()  # heard once stored K is in the cache
             for each in stored:
                 each.read(index)
             graph.replay()
             for each in stored:
                 each.done(index)
-            if attended:
-                attn = blending.attns[index]
-                query, key, value = (tensor[:count] for tensor in chain.stops[index])
-                blending.collect(attn.impl.blend, key, value)
-                if frame.listener is not None:
-                    frame.listener.hear(attn.impl, attn, query, key, None)
-        chain.graphs[-1].replay()
+            if frame.listener is not None:
+                frame.listener.hear(attn.impl, attn, query, key, None)
 
     # --- capture -------------------------------------------------------------------------------------
 
@@ -335,15 +336,14 @@ class Capture:
     def before_attention(
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Called by each layer's attention: writes stored KV, and cuts here."""
+        """Called by each layer's attention: cuts here, and writes stored KV."""
+        if not self._warm:
+            self._end()
+            self._chain.stops.append((unowned(query), unowned(key), unowned(value)))
+            self._begin()
         index = impl.blend.index
         slots = self._places.groups[index].all_slots
         impl.fuse_segments(layer.kv_cache, self._places.tables, index, slots)
-        if self._warm:
-            return
-        self._end()
-        self._chain.stops.append((unowned(query), unowned(key), unowned(value)))
-        self._begin()
 
     def _begin(self) -> None:
         if not self._warm:
