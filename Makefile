@@ -13,8 +13,8 @@ bin := .venv/bin
 install := $(bin)/python -m pip --disable-pip-version-check install -qq --no-deps
 
 # Stamps that say "this lock is installed". Their names carry a digest of what was installed, so an
-# edited lock is installed again and an unchanged one costs nothing.
-stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py | sha256sum | cut -c 1-16)
+# edited lock (or kernel) is installed again and an unchanged one costs nothing.
+stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py csrc/cpu/* | sha256sum | cut -c 1-16)
 cpu := $(call stamp,cpu)
 test := $(call stamp,test)
 
@@ -54,7 +54,7 @@ style: $(test) ## ruff, mypy, and clang-format where there is C++
 	  | xargs -r -t $(bin)/clang-format --dry-run -Werror
 
 clean: ## remove .venv and every cache made here (the model built for the demo stays in ~/.cache)
-	rm -rf .venv build dist vllm_blend/_C.abi3.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist vllm_blend/*.abi3.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(cpu): lock := requirements/cpu.txt

@@ -1,5 +1,6 @@
 """Packaging. How to install it for a GPU: requirements.txt; for a CPU: `make demo`.
 
+The CPU's kernel (csrc/cpu/) is built where there is a C++ compiler for x86-64; vLLM's serves without.
 The CUDA twins of some Triton kernels (csrc/) are built where nvcc and a CUDA build of torch are there
 (`pip install --no-build-isolation`); the package works without them. VLLM_BLEND_BUILD_CUDA=0 leaves
 them out, 1 makes it an error if they cannot be built.
@@ -7,22 +8,53 @@ them out, 1 makes it an error if they cannot be built.
 
 import os
 import pathlib
+import platform
 import shutil
 import sys
 from typing import Any
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 BUILDS = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 
 
-def extension() -> dict[str, Any]:
-    """setup()'s arguments for vllm_blend/_C.abi3.so; none where it cannot be built."""
+def cpu_kernels() -> list[Extension]:
+    """vllm_blend/_cpu_*.abi3.so, one for each width of vectors; ``attention/cpu_kernel.py`` chooses."""
+    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
+        return []
+    flags = {
+        "avx512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
+        "avx2": ["-mavx2", "-mfma"],
+    }
+    return [
+        Extension(
+            f"vllm_blend._cpu_{name}",
+            ["csrc/cpu/sparse_attention.cpp"],
+            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-Wno-psabi", *more],
+            extra_link_args=["-fopenmp"],
+            py_limited_api=True,  # nothing of Python's either
+            optional=True,
+        )
+        for name, more in flags.items()
+    ]
+
+
+def extensions() -> dict[str, Any]:
+    """setup()'s arguments for what is compiled."""
+    if not BUILDS & set(sys.argv):
+        return {}
+    found = cuda_ops()
+    modules = cpu_kernels() + found.pop("ext_modules", [])
+    if not modules:
+        return {}
+    return dict(ext_modules=modules, options={"bdist_wheel": {"py_limited_api": "cp311"}}, **found)
+
+
+def cuda_ops() -> dict[str, Any]:
+    """The same for vllm_blend/_C.abi3.so; none where it cannot be built."""
     wish = os.environ.get("VLLM_BLEND_BUILD_CUDA", "")
     if wish not in ("", "0", "1"):
         raise SystemExit(f"VLLM_BLEND_BUILD_CUDA is {wish!r}; expected 0 or 1")
-    if not BUILDS & set(sys.argv):
-        return {}
     reason = "VLLM_BLEND_BUILD_CUDA=0" if wish == "0" else missing()
     if reason:
         if wish == "1":
@@ -40,7 +72,8 @@ def extension() -> dict[str, Any]:
                 if wish == "1":
                     raise
                 print(f"vllm_blend: without CUDA C++ ops, Triton's serve instead (failed: {error})")
-                self.extensions.clear()
+                self.extensions = [kept for kept in self.extensions if kept.name != "vllm_blend._C"]
+                super().build_extensions()
 
     # machine code for Ampere, Ada and Hopper; later GPUs compile the PTX when they load it
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
@@ -52,11 +85,7 @@ def extension() -> dict[str, Any]:
         extra_compile_args={"cxx": ["-O3", *stable], "nvcc": ["-O3", *stable]},
         py_limited_api=True,  # it has nothing of Python's: one file for every version
     )
-    return dict(
-        ext_modules=[module],
-        cmdclass={"build_ext": Build},
-        options={"bdist_wheel": {"py_limited_api": "cp311"}},
-    )
+    return dict(ext_modules=[module], cmdclass={"build_ext": Build})
 
 
 def missing() -> str:
@@ -111,5 +140,5 @@ setup(
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    **extension(),
+    **extensions(),
 )

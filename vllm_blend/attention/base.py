@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_blend.core import BlendStep, Status
+from vllm_blend.core import BlendPlan, BlendStep, Status
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.rotation import Rotation
 
@@ -182,3 +182,24 @@ def consecutive_runs(rows: torch.Tensor, breaks: torch.Tensor) -> tuple[torch.Te
     first = starts.nonzero().flatten()
     length = torch.diff(first, append=first.new_tensor([rows.numel()]))
     return first, length
+
+
+def last_keys(stock: Any, places: RowPlaces) -> torch.Tensor:
+    """The last key that each kept row sees, ``[num_rows]``; the host does not wait for the device.
+
+    Args:
+        stock: a backend's metadata of the step: ``query_start_loc`` and ``seq_lens`` of all rows.
+        places: the kept rows.
+    """
+    positions, rows = places.positions, places.rows
+    for blended in places.step.requests:
+        plan = blended.plan
+        if not (isinstance(plan, BlendPlan) and plan.settings.mask == "bottom_right"):
+            continue
+        starts = stock.query_start_loc.long()
+        request = torch.bucketize(rows, starts[1:], right=True)
+        index = torch.arange(rows.numel(), device=rows.device)
+        shifted = stock.seq_lens[request] - (places.query_start_loc[request + 1] - index)
+        inside = (rows >= blended.row) & (rows < blended.row + blended.num_rows)
+        positions = torch.where(inside, shifted, positions)
+    return positions

@@ -1,8 +1,8 @@
-"""Blend attention on CPU_ATTN: the stock kernel, over virtual requests.
+"""Blend attention on CPU_ATTN: our kernel for rows at any positions, or the stock one on runs of rows.
 
-The stock kernel aligns its causal mask to the last query and key of a request. A run of consecutive
-kept rows, given as a request of its own whose keys end with the run, therefore gets exact positions;
-the block table row is repeated for each run.
+Our kernel (``cpu_kernel.py``) serves float32. The stock kernel aligns its causal mask to the last query
+and key of a request. A run of consecutive kept rows, given as a request of its own whose keys end with
+the run, therefore gets exact positions; the block table row is repeated for each run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from vllm_blend.attention import cpu_kernel
 from vllm_blend.attention.base import (
     ActiveRows,
     BlendAttention,
     Fusion,
     RowPlaces,
     consecutive_runs,
+    last_keys,
 )
 from vllm_blend.core import BlendPlan, BlendStep
 
 
 @dataclass
 class CPUBlendMetadata(CPUAttentionMetadata):
-    """Stock metadata whose requests are runs of kept rows."""
+    """Stock metadata whose requests are runs of kept rows.
+
+    Attributes:
+        tiles: the rows for our kernel; None: the stock one runs.
+    """
 
     active: ActiveRows | None = None
+    tiles: cpu_kernel.Tiles | None = None
 
 
 class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it changes class in place
@@ -44,11 +51,35 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
         *rest: Any,
         **more: Any,
     ) -> torch.Tensor:
         self.join(layer, query, key, value, attn_metadata)
-        return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
+        tiles = getattr(attn_metadata, "tiles", None)
+        if tiles is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more
+            )
+        cpu_kernel.attend(
+            query.view(len(query), self.num_heads, self.head_size),
+            kv_cache,
+            tiles,
+            output.view(len(output), self.num_heads, self.head_size),
+            self.scale,
+            max(self.sliding_window, 0),
+            self.logits_soft_cap or 0.0,
+            None if self.sinks is None else self.sinks.float(),
+        )
+        return output
+
+    def has_kernel(self, layer: Any) -> bool:
+        """Whether our kernel serves this layer."""
+        if self._has_kernel is None:
+            self._has_kernel = cpu_kernel.why_not(self, layer) is None
+        return self._has_kernel
+
+    _has_kernel: bool | None = None
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
         if fusion.old_kv is None:
@@ -102,7 +133,17 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
 
     @staticmethod
     def metadata(attn: Any, stock: CPUAttentionMetadata, places: RowPlaces) -> CPUBlendMetadata:
-        step, rows = places.step, places.rows
+        step, rows, impl = places.step, places.rows, attn.impl
+        values = {field.name: getattr(stock, field.name) for field in fields(CPUAttentionMetadata)}
+        values |= dict(num_actual_tokens=rows.numel(), slot_mapping=stock.slot_mapping[rows])
+        if impl.has_kernel(attn):
+            tiles = cpu_kernel.make_tiles(
+                last_keys(stock, places),
+                places.query_start_loc,
+                stock.block_table,
+                impl.num_queries_per_kv,
+            )
+            return CPUBlendMetadata(**(values | dict(scheduler_metadata=None)), tiles=tiles)
         breaks = stock.query_start_loc[:-1].long()
         first, length = virtual_requests(step, rows, breaks)
         last = rows[first + length - 1]
@@ -110,16 +151,12 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
         seq_lens = stock.seq_lens[index] - (stock.query_start_loc[index + 1] - 1 - last)
         query_start_loc = torch.cat([first, first.new_tensor([rows.numel()])]).to(torch.int32)
         seq_lens = seq_lens.to(torch.int32)
-        impl = attn.impl
-        values = {field.name: getattr(stock, field.name) for field in fields(CPUAttentionMetadata)}
         values |= dict(
-            num_actual_tokens=rows.numel(),
             max_query_len=int(length.max()),
             query_start_loc=query_start_loc,
             max_seq_len=int(seq_lens.max()),
             seq_lens=seq_lens,
             block_table=stock.block_table[index],
-            slot_mapping=stock.slot_mapping[rows],
             scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=first.numel(),
                 num_heads=impl.num_heads,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from vllm_blend.attention.base import ActiveRows, RowPlaces
-from vllm_blend.attention.paged import PagedFuse, last_keys
+from vllm_blend.attention.base import ActiveRows, RowPlaces, last_keys
+from vllm_blend.attention.paged import PagedFuse
 from vllm_blend.compat_cuda import flash_attention_3
 from vllm_blend.ops import sparse_attention_kernel as sparse
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_blend.attention.base import BlendAttention, Fusion, RowPlaces, StoredSegments
-from vllm_blend.core import BlendPlan
+from vllm_blend.attention.base import BlendAttention, Fusion, StoredSegments
 from vllm_blend.ops import segment_scatter, shift_scatter
 from vllm_blend.ops.segment_scatter import SegmentTables
 
@@ -71,24 +70,3 @@ class PagedFuse(BlendAttention):
             self._views = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         key_cache, value_cache = self._views
         return key_cache, value_cache
-
-
-def last_keys(stock: Any, places: RowPlaces) -> torch.Tensor:
-    """The last key that each kept row sees, ``[num_rows]``; the host does not wait for the device.
-
-    Args:
-        stock: a backend's metadata of the step: ``query_start_loc`` and ``seq_lens`` of all rows.
-        places: the kept rows.
-    """
-    positions, rows = places.positions, places.rows
-    for blended in places.step.requests:
-        plan = blended.plan
-        if not (isinstance(plan, BlendPlan) and plan.settings.mask == "bottom_right"):
-            continue
-        starts = stock.query_start_loc.long()
-        request = torch.bucketize(rows, starts[1:], right=True)
-        index = torch.arange(rows.numel(), device=rows.device)
-        shifted = stock.seq_lens[request] - (places.query_start_loc[request + 1] - index)
-        inside = (rows >= blended.row) & (rows < blended.row + blended.num_rows)
-        positions = torch.where(inside, shifted, positions)
-    return positions

@@ -41,8 +41,8 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_blend.attention.base import ActiveRows, RowPlaces
-from vllm_blend.attention.paged import PagedFuse, last_keys
+from vllm_blend.attention.base import ActiveRows, RowPlaces, last_keys
+from vllm_blend.attention.paged import PagedFuse
 from vllm_blend.attention.xformers_parts import (
     MAX_KEYS,
     SHORT,
