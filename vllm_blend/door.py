@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, KVShape, StoredKV
 from vllm_blend.settings import BlendSettings, check_layer_list, check_ratio, check_ratio_list
 
@@ -179,6 +181,14 @@ def stored_kv(old_kvs: Any, num_prompt_tokens: int, suffix_len: int, shape: KVSh
             f"old_kvs is {type(old_kvs).__name__}; expected [[K, V], ...], one a layer"
         ) from None
     num_chunk_tokens = num_prompt_tokens - suffix_len
-    whole = bool(pairs) and bool(pairs[0]) and len(pairs[0][0]) == num_prompt_tokens
+    first = pairs[0][0] if pairs and pairs[0] else None
+    covered = len(first) if isinstance(first, torch.Tensor) and first.ndim else num_chunk_tokens
+    whole = covered == num_prompt_tokens
+    if covered not in (num_chunk_tokens, num_prompt_tokens):
+        raise ValueError(
+            f"old_kvs covers {covered} tokens, the prompt has {num_prompt_tokens}, {num_chunk_tokens} "
+            "of them before its suffix. Give token ids, not decoded text: text that was decoded and "
+            "encoded again may be other tokens"
+        )
     StoredKV(tuple(pairs)).check(shape, num_prompt_tokens if whole else num_chunk_tokens)
     return StoredKV(tuple((k[:num_chunk_tokens], v[:num_chunk_tokens]) for k, v in pairs))
