@@ -104,7 +104,7 @@ def received_attention_oracle(
     scores[:num_keys] += weights.sum(dim=(0, 1, 2))
 
 
-def _run(
+def run(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -115,6 +115,7 @@ def _run(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
+    """``received_attention`` without checks, for callers that made the tensors themselves."""
     if query.shape[0] == 0 or scores.shape[0] == 0:
         return
     attend = launch if use_triton(query) else received_attention_oracle
@@ -135,5 +136,5 @@ register(
     "received_attention(Tensor query, Tensor key_cache, Tensor block_table, Tensor last_keys, "
     "Tensor(a!) scores, float scale, int sliding_window=0, float softcap=0.0, "
     "Tensor? sinks=None) -> ()",
-    _run,
+    run,
 )
