@@ -222,11 +222,11 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
     blocks = torch.arange(5 * 3).view(5, 3).int()
     described: list[Any] = []
 
-    def describe(layer: Any) -> Any:
+    def stock_metadata(layer: Any) -> Any:
         described.append(layer)
         return SimpleNamespace(block_table=blocks)
 
-    frame = frame_of(step, asking, position_of, describe=describe)
+    frame = frame_of(step, asking, position_of, stock_metadata=stock_metadata)
     calls: list[tuple[Any, ...]] = []
 
     def kernel(query: Any, key_cache: Any, table: Any, last_keys: Any, total: Any, **more: Any) -> None:
@@ -234,7 +234,7 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
         total += 1 + torch.arange(len(total))
 
     fake = ModuleType("vllm_blend.ops.received_attention")
-    fake.__dict__["received_attention"] = kernel
+    fake.__dict__["run"] = kernel
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     sinks, cache = torch.zeros(HEADS), torch.zeros(9, 16, KV_HEADS, SIZE)
     impl = SimpleNamespace(

@@ -118,21 +118,21 @@ class Questions:
         softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
         window = layer.sliding_window or 0
         if hasattr(impl, "caches"):
-            from vllm_blend.ops import received_attention  # needs Triton
+            from vllm_blend.ops.received_attention import run as received_attention  # needs Triton
 
             key_cache, _ = impl.caches(layer.kv_cache)
             block_table = self._frame.stock_metadata(layer).block_table
             for asked in self._asked:
-                received_attention.run(
+                received_attention(
                     query.index_select(0, asked.rows),
                     key_cache,
                     block_table[asked.index],
                     asked.last_keys,
                     asked.total,
-                    impl.scale,
-                    window,
-                    softcap,
-                    sinks,
+                    scale=impl.scale,
+                    sliding_window=window,
+                    softcap=softcap,
+                    sinks=sinks,
                 )
             return
         start = 0
