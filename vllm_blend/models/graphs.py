@@ -42,8 +42,8 @@ ROW_SIZES = (*range(64, 256, 64), *range(256, 3072 + 1, 128))
 """Rows are padded to the next of these. Products of multiples of 128 rows are the fastest: of 512 rows
 faster than of 400 or 448 on an H100. Steps of more rows keep the GPU busy without graphs."""
 
-MAX_REQS = 64
-"""Most requests of a step that is replayed; an empty one costs little."""
+MAX_REQS = 256
+"""Most requests of a step that is replayed, if an engine takes as many; an empty one costs little."""
 
 MAX_SEGMENTS = 128
 """Most pieces of stored KV of such a step."""
@@ -112,6 +112,7 @@ class RowGraphs:
         self._chains: dict[int, Chain] = {}
         self._places: Places | None = None
         self._kv_cache = 0
+        self._max_reqs = min(MAX_REQS, blending.vllm_config.scheduler_config.max_num_seqs)
         self.wanted = False
 
     @classmethod
@@ -160,7 +161,7 @@ class RowGraphs:
             and inputs.inputs_embeds is None
             and inputs.intermediate_tensors is None
             and not any(isinstance(value, torch.Tensor) for value in inputs.more.values())
-            and len(frame.step.starts) <= MAX_REQS + 1
+            and len(frame.step.starts) <= self._max_reqs + 1
             and all(
                 request.plan.settings.mask == "exact"
                 for request in frame.step.requests
@@ -250,7 +251,7 @@ class RowGraphs:
                 torch.cuda.synchronize()
                 with capturing_on(stream):
                     self._chains[size] = capture.run(frame, inputs)
-        except RuntimeError as error:
+        except Exception as error:  # whatever a model's ops say to a capture: it runs without
             self._chains.clear()
             logger.warning(
                 "vllm_blend: no CUDA graphs for steps that blend, so the host launches each of their "
@@ -286,7 +287,7 @@ class RowGraphs:
                 groups[key] = Group(
                     slots.new_full((max_rows,), -1),
                     slots.new_full((max(max_tokens, len(slots)),), -1),
-                    metadata.block_table.new_zeros(MAX_REQS, width),
+                    metadata.block_table.new_zeros(self._max_reqs, width),
                 )
             of_layers.append(groups[key])
         assert inputs.input_ids is not None
@@ -295,7 +296,7 @@ class RowGraphs:
         return Places(
             inputs.input_ids.new_zeros(max_rows),
             inputs.positions.new_zeros(max_rows),
-            torch.zeros(MAX_REQS + 1, dtype=torch.int32, device=device),
+            torch.zeros(self._max_reqs + 1, dtype=torch.int32, device=device),
             of_layers,
             SegmentTables(MAX_SEGMENTS, max(max_tokens, frame.step.num_rows), len(attns), device),
             torch.zeros(max_rows, hidden_size, dtype=dtype, device=device),
