@@ -6,6 +6,7 @@ A family is a row of ``helpers/families.py``. The identities here know none of t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from engines import Engine, collect, make_engine, relative_error, run
 from helpers.families import FAMILIES, family_folder
 from test_plugin import needs_compiler
 
+from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.settings import BlendSettings
 
@@ -45,20 +47,40 @@ def exact_kv(engine: Engine, prompt: list[int]) -> StoredKV:
     return StoredKV(tuple(plan.kv))
 
 
+@contextmanager
+def on_vllms_kernel() -> Iterator[None]:
+    """Rows attend by the kernel that full prefill has: what is left is the mechanism's own error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUBlendImpl, "has_kernel", lambda impl, layer: False)
+        yield
+
+
+KERNELS = {True: (nullcontext, 3e-5), False: (on_vllms_kernel, 1e-5)}
+"""By whether it is ours: two kernels in fp32 differ by 6e-7, which wide random weights make 1.5e-5."""
+
+
 def check_identities(engine: Engine) -> None:
     """Exact KV at any rows is full prefill; wrong KV is far off."""
     prompt = engine.ids(NUM_TOKENS, seed=1)
     tokens, logits = engine.run(prompt)
     kv = exact_kv(engine, prompt)
-    for policy, ratio in (("random", 0.0), ("random", 0.05), ("static", 0.16), ("ahead*static", 0.5)):
+    cases = (
+        ("random", 0.0, False),
+        ("random", 0.05, False),
+        ("static", 0.16, True),
+        ("static", 0.16, False),
+        ("ahead*static", 0.5, False),
+    )
+    for policy, ratio, ours in cases:
+        kernel, tolerance = KERNELS[ours]
         settings = BlendSettings(policy=policy, recomp_ratio=ratio)
         plan = BlendPlan((ChunkSpan(START, kv.tokens(START, END)),), settings)
-        with engine.watched() as seen:
+        with kernel(), engine.watched() as seen:
             (blended,) = run(engine, [prompt], [plan], max_tokens=16)
         kept = int(ratio * (END - START)) + NUM_TOKENS - (END - START)
         assert len(engine.flags["imp_indices"]) == kept
         assert blended == tokens
-        assert relative_error(torch.cat(seen), logits) < 1e-5
+        assert relative_error(torch.cat(seen), logits) < tolerance
     wrong = StoredKV(tuple((k.roll(7, 0), v.roll(7, 0)) for k, v in kv.layers))
     plan = BlendPlan((ChunkSpan(START, wrong.tokens(START, END)),), BlendSettings(policy="random"))
     with engine.watched() as seen:

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.attention.base import RowPlaces
+from vllm_blend.attention.base import RowPlaces, last_keys
 from vllm_blend.attention.cpu import virtual_requests
-from vllm_blend.attention.paged import last_keys
 from vllm_blend.core import BlendPlan, BlendStep, ChunkSpan, CollectPlan, Status, StepRequest, StoredKV
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.collect import collect
