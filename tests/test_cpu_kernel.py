@@ -3,6 +3,7 @@ sizes, and what vLLM's own kernel gives in an engine."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,10 @@ from vllm_blend.ops.sparse_attention import sparse_attention_oracle
 
 CAPABLE = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(
-    not current_platform.is_cpu() or CAPABLE not in BUILDS, reason="needs vLLM's CPU ops, and AVX2"
+    not current_platform.is_cpu()
+    or CAPABLE not in BUILDS
+    or (cpu_kernel._library() is None and shutil.which("c++") is None),
+    reason="needs vLLM's CPU ops, AVX2, and a compiler to have been there",
 )
 
 
