@@ -6,7 +6,7 @@ A family is a row of ``helpers/families.py``. The identities here know none of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -55,32 +55,35 @@ def on_vllms_kernel() -> Iterator[None]:
         yield
 
 
-KERNELS = {True: (nullcontext, 3e-5), False: (on_vllms_kernel, 1e-5)}
-"""By whether it is ours: two kernels in fp32 differ by 6e-7, which wide random weights make 1.5e-5."""
-
-
 def check_identities(engine: Engine) -> None:
-    """Exact KV at any rows is full prefill; wrong KV is far off."""
+    """Exact KV at any rows is full prefill, by the kernel that full prefill has and, where rows have
+    one of their own, by that; wrong KV is far off."""
     prompt = engine.ids(NUM_TOKENS, seed=1)
     tokens, logits = engine.run(prompt)
     kv = exact_kv(engine, prompt)
-    cases = (
-        ("random", 0.0, False),
-        ("random", 0.05, False),
-        ("static", 0.16, True),
-        ("static", 0.16, False),
-        ("ahead*static", 0.5, False),
-    )
-    for policy, ratio, ours in cases:
-        kernel, tolerance = KERNELS[ours]
+
+    def blended(policy: str, ratio: float, chunk: StoredKV) -> torch.Tensor:
+        """Logits with exact KV; the tokens are full prefill's."""
         settings = BlendSettings(policy=policy, recomp_ratio=ratio)
-        plan = BlendPlan((ChunkSpan(START, kv.tokens(START, END)),), settings)
-        with kernel(), engine.watched() as seen:
-            (blended,) = run(engine, [prompt], [plan], max_tokens=16)
+        plan = BlendPlan((ChunkSpan(START, chunk),), settings)
+        with engine.watched() as seen:
+            (found,) = run(engine, [prompt], [plan], max_tokens=16)
         kept = int(ratio * (END - START)) + NUM_TOKENS - (END - START)
         assert len(engine.flags["imp_indices"]) == kept
-        assert blended == tokens
-        assert relative_error(torch.cat(seen), logits) < tolerance
+        assert found == tokens
+        return torch.cat(seen)
+
+    with on_vllms_kernel():
+        for case in (("random", 0.0), ("random", 0.05), ("static", 0.16), ("ahead*static", 0.5)):
+            assert relative_error(blended(*case, kv.tokens(START, END)), logits) < 1e-5
+    # full prefill by the rows' own kernel: of all but token 0, whose KV depends on no attention
+    plan = CollectPlan(start=1, prefix=kv.tokens(0, 1))
+    with engine.watched() as seen:
+        (found,) = run(engine, [prompt], [plan], max_tokens=16)
+    assert found == tokens
+    own = StoredKV(tuple(plan.kv)).tokens(START - 1, END - 1)
+    for case in (("static", 0.16), ("ahead*static", 0.5)):
+        assert relative_error(blended(*case, own), torch.cat(seen)) < 1e-5
     wrong = StoredKV(tuple((k.roll(7, 0), v.roll(7, 0)) for k, v in kv.layers))
     plan = BlendPlan((ChunkSpan(START, wrong.tokens(START, END)),), BlendSettings(policy="random"))
     with engine.watched() as seen:

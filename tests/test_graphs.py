@@ -14,9 +14,9 @@ from graph_stand_in import Graph, stood_in
 from paged_step import replace_kernel
 from streams import Device
 
-from vllm_blend.core import BlendPlan, CollectPlan
+from vllm_blend.core import CollectPlan
 from vllm_blend.models import graphs
-from vllm_blend.models.graphs import RowGraphs, without
+from vllm_blend.models.graphs import RowGraphs
 
 SIZES = (16, 64, 128)
 
@@ -48,6 +48,13 @@ def engine(request: pytest.FixtureRequest, tiny: Any) -> Iterator[Engine]:
 
 
 @contextmanager
+def without_graphs(engine: Engine) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.model.blending, "graphs", None)
+        yield
+
+
+@contextmanager
 def on_gpu(copies: str = "early") -> Iterator[None]:
     """Stored KV comes through the ring meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +79,7 @@ def blend(engine: Engine, **settings: Any) -> tuple[list[int], torch.Tensor]:
 def test_replayed_rows_are_what_they_are_without_graphs(
     engine: Engine, policy: str, ratio: float, copies: str
 ) -> None:
-    with without(engine.model.blending.graphs):
+    with without_graphs(engine):
         expected, logits = blend(engine, policy=policy, recomp_ratio=ratio)
     before = Graph.replayed
     with on_gpu(copies):
@@ -107,7 +114,7 @@ def test_a_batch_of_all_kinds(engine: Engine) -> None:
     plan = CollectPlan()
     plans: list[Any] = [asked, None, early, plan]
     prompts = [one, plain, two, kept]
-    with without(engine.model.blending.graphs):
+    with without_graphs(engine):
         alone = [run(engine, [p], [each])[0] for p, each in zip(prompts[:3], plans[:3], strict=True)]
     before = Graph.replayed
     with on_gpu():
@@ -148,4 +155,3 @@ def test_a_capture_that_fails_leaves_the_engine_as_it_was(
 
 def test_engines_that_use_none_capture_none(engine: Engine) -> None:
     assert RowGraphs.of(engine.model.blending) is None  # eager, and on a CPU
-    assert isinstance(plan_for(engine, [[5] * 9], [], [7])[1], BlendPlan)

@@ -17,8 +17,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -384,16 +382,3 @@ class Capture:
             batch_descriptor=None,
             is_padding=padding if frame.tells_padding else None,
         )
-
-
-@contextmanager
-def without(graphs: RowGraphs | None) -> Iterator[None]:
-    """While it lasts, steps run without ``graphs``."""
-    if graphs is None:
-        yield
-        return
-    chains, graphs._chains = graphs._chains, {}
-    try:
-        yield
-    finally:
-        graphs._chains = chains

@@ -150,13 +150,13 @@ class StoredLayers:
         if (event := after or began(self._device)) is not None:
             self._stream.wait_event(event)
         if self._has(self._next):
-            self._read(self._next, self._next + 1)
+            self._read(self._next)
 
     def read(self, layer: int) -> None:
         """Lets the current stream wait for ``layer``."""
         if self._on_ring:
             self.begin()
-            self._read(layer, layer + 1)
+            self._read(layer)
             self._wait(layer)
 
     def segments(self, requests: Sequence[StepRequest]) -> list[Window] | None:
@@ -251,24 +251,25 @@ class StoredLayers:
         for layer in range(max(self._next, first), min(end, self._end)):
             if not self._has(layer):
                 return
-            self._read(layer, layer + 1)
+            self._read(layer)
 
-    def _read(self, first: int, end: int) -> None:
-        """Launches the copies of layers that are not yet."""
-        for layer in range(max(self._next, first), min(end, self._end)):
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(self._done[layer % AHEAD])
-                with self._clock.stage("load"):
-                    if self._fast:  # a call for all of them: calls are what takes the host's time
-                        sources = [w.kv.layers.block[layer] for w in self._fast]  # type: ignore[attr-defined]
-                        _copy_all(self._targets[layer % AHEAD], sources)
-                    for window in self._others:
-                        window.copy(layer)
-                    if self._drift is not None and self._weights:
-                        ring = self._ring[layer % AHEAD].flatten(1)
-                        _add_product(ring, self._ring_weights, self._drift.matrix(layer, ring))
-                self._ready[layer % AHEAD].record(self._stream)
-            self._next = layer + 1
+    def _read(self, layer: int) -> None:
+        """Launches the copies of a layer, if they are not yet."""
+        if not self._next <= layer < self._end:
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._done[layer % AHEAD])
+            with self._clock.stage("load"):
+                if self._fast:  # a call for all of them: calls are what takes the host's time
+                    sources = [w.kv.layers.block[layer] for w in self._fast]  # type: ignore[attr-defined]
+                    _copy_all(self._targets[layer % AHEAD], sources)
+                for window in self._others:
+                    window.copy(layer)
+                if self._drift is not None and self._weights:
+                    ring = self._ring[layer % AHEAD].flatten(1)
+                    _add_product(ring, self._ring_weights, self._drift.matrix(layer, ring))
+            self._ready[layer % AHEAD].record(self._stream)
+        self._next = layer + 1
 
     def _wait(self, layer: int) -> None:
         """Lets the current stream wait for the copies of a layer."""
