@@ -67,9 +67,6 @@ def main() -> None:
         default=["static", "ahead*static", "hkvd"],
         help="how tokens are chosen",
     )
-    parser.add_argument(
-        "--drift", action="store_true", help="cuda: beside each blend, one corrected for drift"
-    )
     parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
     parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
     options = parser.parse_args()

@@ -31,7 +31,6 @@ from vllm import LLM, SamplingParams
 
 from vllm_blend import BlendSettings, blend_model
 from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
-from vllm_blend.drift import NUM_OCTAVES, Drift
 from vllm_blend.layers import BlockLayers
 
 COMMON = dict(
@@ -158,7 +157,7 @@ def run_shape(
     results: list[dict[str, Any]] = []
     lines: list[tuple[int, str, dict[str, float]]] = []
     for num_tokens in options.tokens:
-        methods = bench.methods(num_tokens, options.ratios, options.policies, options.drift)
+        methods = bench.methods(num_tokens, options.ratios, options.policies)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
         for name, seconds in times.items():
             speedup = median(s / b for s, b in zip(times["stock"], seconds, strict=True))
@@ -275,13 +274,9 @@ class Bench:
         self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
 
     def methods(
-        self, num_tokens: int, ratios: list[float], policies: list[str], drift: bool
+        self, num_tokens: int, ratios: list[float], policies: list[str]
     ) -> dict[str, Callable[[], object]]:
-        """What is measured, by name; with ``drift``, all blends also corrected for a made-up one."""
-        if drift:
-            shape = self.model.blending.kv_shape
-            size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
-            self.model.blending.chunks.drift = Drift(torch.randn(size, device=self.device))
+        """What is measured, by name."""
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS
@@ -290,9 +285,9 @@ class Bench:
             found["prefix hit"] = partial(self.prefix_hit, token_ids[:first], num_tokens)
         for place in ("gpu", "pinned") if self.device.type == "cuda" else ("host",):
             spans = self.spans(num_tokens, place)
-            for policy, ratio, moved in product(policies, ratios, (False, True) if drift else (False,)):
-                settings = BlendSettings(recomp_ratio=ratio, policy=policy, drift=moved)
-                name = f"{policy} {ratio:.0%}{', drift' if moved else ''}, KV {place}"
+            for policy, ratio in product(policies, ratios):
+                settings = BlendSettings(recomp_ratio=ratio, policy=policy)
+                name = f"{policy} {ratio:.0%}, KV {place}"
                 self.settings[name] = settings
                 found[name] = partial(self.run, token_ids, BlendPlan(spans, settings))
         return found
@@ -317,7 +312,7 @@ class Bench:
                 layer.copy_(self.random(layer.shape))
             scores = torch.rand(size, generator=torch.Generator().manual_seed(chunk))
             kv = StoredKV(BlockLayers(block), scores)
-            spans.append(ChunkSpan(chunk * size, kv, computed_at=0))
+            spans.append(ChunkSpan(chunk * size, kv))
         return tuple(spans)
 
     def random(self, size: tuple[int, ...]) -> torch.Tensor:

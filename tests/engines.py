@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_blend.core import BlendPlan, ChunkSpan, CollectPlan, StoredKV
-from vllm_blend.drift import NUM_OCTAVES, Drift, correct, weights
 from vllm_blend.settings import BlendSettings
 
 VOCAB = 320
@@ -199,28 +198,6 @@ def plan_for(
         prompt += chunk
     chosen = dict(policy="hkvd", recomp_ratio=0.16) | settings
     return prompt + question, BlendPlan(tuple(spans), BlendSettings(**chosen))
-
-
-def drifting(engine: Engine, plan: BlendPlan, computed_at: int) -> tuple[Drift, BlendPlan, BlendPlan]:
-    """A made-up drift, ``plan`` to be corrected by it, and ``plan`` whose KV was corrected before."""
-    shape = engine.model.blending.kv_shape
-    size = (shape.num_layers, 2, NUM_OCTAVES, shape.num_kv_heads, shape.head_size)
-    drift = Drift(0.2 * torch.randn(size, generator=torch.Generator().manual_seed(0)))
-    asked, before = [], []
-    for span in plan.spans:
-        at = torch.arange(span.end - span.start)
-        weight = weights(span.start + at, computed_at + at).to(span.kv.layers[0][0].device)
-        layers = tuple(
-            correct(layer, weight, drift.matrix(i, layer[0])) for i, layer in enumerate(span.kv.layers)
-        )
-        asked.append(replace(span, computed_at=computed_at))
-        before.append(replace(span, kv=StoredKV(layers)))
-    settings = replace(plan.settings, drift=True)
-    return (
-        drift,
-        replace(plan, spans=tuple(asked), settings=settings),
-        replace(plan, spans=tuple(before)),
-    )
 
 
 @contextmanager

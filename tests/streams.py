@@ -85,7 +85,6 @@ class Device:
         patch.setattr(load, "_copy_stream", lambda device: self.copies)
         patch.setattr(load, "_reads_ahead", lambda device: True)
         patch.setattr(load, "_copy", self._copy)
-        patch.setattr(load, "_add_product", self._add_product)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -99,10 +98,6 @@ class Device:
         assert self.current is self.copies
         self.launched.append(target)
         self.current.launch(lambda: self.copied.append(target.copy_(source)))
-
-    def _add_product(self, target: torch.Tensor, weights: torch.Tensor, matrix: torch.Tensor) -> None:
-        assert self.current is self.copies
-        self.current.launch(lambda: target.addmm_(weights, matrix))
 
     def go_on(self, stream: Stream) -> None:
         """Called when something is launched on ``stream``."""

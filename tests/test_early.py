@@ -20,7 +20,7 @@ from vllm_blend.settings import EARLY, POLICIES, BlendSettings
 CPU = torch.device("cpu")
 NAMES = (
     *[name for name in POLICIES if name in EARLY],
-    *("ahead*static", "random*static", "heads+static", "static+random", "heads+ahead*static"),
+    *("ahead*static", "random*static"),
 )
 
 chunks = st.lists(
@@ -76,13 +76,13 @@ def test_windows_share_the_whole_prompts_choice(
     row: int,
 ) -> None:
     """However a prompt is cut, the same rows are chosen: the policy's best, the ratio's share."""
-    options: dict[str, Any] = dict(policy=policy, recomp_ratio=ratio, seed=seed, first_share=0.4)
+    options: dict[str, Any] = dict(policy=policy, recomp_ratio=ratio, seed=seed)
     plan = plan_of(made, seed, **options)
     (whole,) = windows_of(plan, question, set(), row)
     chosen = early.choose(whole, None)
     total = sum(count for _, count, _, _ in made)
     view = EarlyView(whole.windows, None, CPU)
-    check_rows(chosen.tolist(), policy, view, seed, num_kept(ratio, total), 0.4)
+    check_rows(chosen.tolist(), policy, view, seed, num_kept(ratio, total))
 
     expected, found = places(whole, chosen), []
     for request in windows_of(replace(plan), question, cuts, row):
@@ -104,14 +104,14 @@ def test_windows_share_the_whole_prompts_choice(
 def test_where_the_question_was_asked_each_window_has_its_share(
     policy: str, made: list[tuple[int, int, bool, bool]], cuts: set[int], ratio: float, seed: int
 ) -> None:
-    options: dict[str, Any] = dict(policy=policy, recomp_ratio=ratio, seed=seed, first_share=0.4)
+    options: dict[str, Any] = dict(policy=policy, recomp_ratio=ratio, seed=seed)
     plan = plan_of(made, seed, **options)
     generator = torch.Generator().manual_seed(seed)
     for request in windows_of(plan, 5, cuts):
         received = torch.rand(request.num_chunk_rows, generator=generator)
         chosen = early.choose(request, received).tolist()
         view = EarlyView(request.windows, received, CPU)
-        check_rows(chosen, policy, view, seed, num_kept(ratio, request.num_chunk_rows), 0.4)
+        check_rows(chosen, policy, view, seed, num_kept(ratio, request.num_chunk_rows))
     assert not plan.made  # nothing of a window is kept for the others
 
 
@@ -193,6 +193,6 @@ def test_which_policies_choose_early() -> None:
     assert all(map(early_one, NAMES))
     for policy in set(POLICIES) - EARLY:
         assert not early_one(policy)
-        assert not any(map(early_one, (f"ahead*{policy}", f"heads+{policy}", f"{policy}+random")))
-    assert BlendSettings(policy="heads+ahead*static").asks
-    assert not BlendSettings(policy="heads+static").asks
+        assert not early_one(f"ahead*{policy}")
+    assert BlendSettings(policy="ahead*static").asks
+    assert not BlendSettings(policy="random*static").asks

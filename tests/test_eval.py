@@ -71,7 +71,6 @@ def test_fewer_passages_keep_the_gold_ones_in_order() -> None:
 def test_method_names_are_read() -> None:
     for name, values in (
         ("hkvd@0.16", {}),
-        ("heads+hkvd@0.08:first_share=0.25", {"first_share": 0.25}),
         ("random@0.3:seed=7", {"seed": 7}),
         ("ahead*hkvd@0.05:mask=bottom_right", {"mask": "bottom_right"}),
         (

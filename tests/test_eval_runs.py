@@ -227,7 +227,6 @@ def test_the_tuner_s_command_line_cuts_answers_and_writes_settings(
     data.write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
     run = ["--task", "synthetic", "--data", str(data), "--max-tokens", "1", "--policies", "random"]
-    run += ["--no-drift"]
     more = ["--ratios", "1", "--settings", str(settings), "--output", str(tmp_path / "tune")]
     tune_main([*run, *more])
     expected = {"recomp_ratio": 1.0, "policy": "random", "stand_in": ""}
@@ -252,7 +251,7 @@ def test_the_tuner_gives_a_stand_in_of_the_user_s_own_prompts(
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
-    run = ["--task", "synthetic", "--data", str(data), "--no-drift", "--policies", "hkvd"]
+    run = ["--task", "synthetic", "--data", str(data), "--policies", "hkvd"]
     run += ["--ratios", "0.3", "--settings", str(file), "--output", str(folder)]
     tune_main([*run, "--quality", "0"])
     values = json.loads(file.read_text())
@@ -376,14 +375,13 @@ def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path)
     assert not any("behind" in r.method for r in runner.results)  # there is no other example
     assert best is not None and best.recovered is not None and best.recovered >= 0.9
     tried = {r.method for r in runner.results}
-    assert {f"{name}@0.1{more}" for name in ("random", "ahead") for more in ("", ":drift=on")} <= tried
+    assert {"random@0.1", "ahead@0.1"} <= tried
     smaller = [s for s in summarize(runner.results) if "@0.1" in s.method]
     assert "@0.1" in best.method or all((s.recovered or 0) < 0.9 for s in smaller)
     assert not any("@1" in m for m in tried) or "@1" in best.method
     values = json.loads(json.dumps(settings_of(best.method)))
     found = BlendSettings.from_mapping(values)
     assert found.policy == best.method.split("@")[0]
-    assert found.drift == best.method.endswith(":drift=on")
-    assert tune(runner, TASKS["synthetic"], examples, 1.0, ("random",), (0.1,), drift=False) is None
+    assert tune(runner, TASKS["synthetic"], examples, 1.0, ("random",), (0.1,)) is None
     with pytest.raises(ValueError, match="quality is 2"):
         tune(runner, TASKS["synthetic"], examples, 2)

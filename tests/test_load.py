@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from vllm_blend.core import (
     StepRequest,
     StoredKV,
 )
-from vllm_blend.drift import FIRST_OCTAVE, NUM_OCTAVES, Drift
 from vllm_blend.models import load
 from vllm_blend.models.clock import StageClock
 from vllm_blend.settings import BlendSettings
@@ -96,13 +93,8 @@ def make_layers(
     return tuple((k, v) if joint else (k.clone(), v.clone()) for k, v in kv)
 
 
-def make_requests(
-    kinds: Sequence[str], moved: bool = False
-) -> tuple[list[StepRequest], list[LateLayers]]:
-    """Two requests with a chunk of each kind; the second one's window begins within a chunk.
-
-    ``moved``: their KV was computed at other places, but for every third chunk's.
-    """
+def make_requests(kinds: Sequence[str]) -> tuple[list[StepRequest], list[LateLayers]]:
+    """Two requests with a chunk of each kind; the second one's window begins within a chunk."""
     requests, late, row = [], [], 0
     for number, cut in enumerate((0, 4)):
         spans, start = [], 2
@@ -114,10 +106,9 @@ def make_requests(
                 kv = LateKV(late[-1])
             elif kind == "fp8":
                 kv = StoredKV(Widened(layers))
-            computed_at = 50 + 7 * index if moved and index % 3 != 2 else None
-            spans.append(ChunkSpan(start, kv, computed_at=computed_at))
+            spans.append(ChunkSpan(start, kv))
             start = spans[-1].end + 1
-        plan = BlendPlan(tuple(spans), BlendSettings(drift=moved))
+        plan = BlendPlan(tuple(spans), BlendSettings())
         requests.append(StepRequest(plan, row, cut, start - cut, torch.device("cpu")))
         row += start - cut
     return requests, late
@@ -131,26 +122,6 @@ def expected_kv(request: StepRequest, layer: int) -> LayerKV:
         k, v = getattr(layers, "tensors", layers)[layer]
         parts.append((k[lo - span.start : hi - span.start], v[lo - span.start : hi - span.start]))
     return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
-
-
-def corrected(request: StepRequest, layer: int, drift: Drift) -> LayerKV:
-    """The same where each token stands now, token by token in fp64."""
-    kvs = [x.double() for x in expected_kv(request, layer)]
-    table = drift.table[layer].double().flatten(2)
-    row = 0
-    for span, lo, hi in request.windows:
-        for position in range(lo, hi):
-            before = (
-                position - span.start + (span.start if span.computed_at is None else span.computed_at)
-            )
-            for octave in range(NUM_OCTAVES):
-                start = 2 ** (FIRST_OCTAVE + octave)
-                share = [math.log2(min(max(p, start), 2 * start) / start) for p in (position, before)]
-                for kind, x in enumerate(kvs):
-                    x[row] += (share[0] - share[1]) * table[kind, octave].view(SHAPE)
-            row += 1
-    k, v = (x.float() for x in kvs)
-    return k, v
 
 
 def at(address: int, num_tokens: int, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
@@ -219,76 +190,6 @@ def test_every_layer_is_read_as_it_is_stored(
     for found, expected in read:
         assert torch.equal(found, expected)
     assert all(int(a) % WIDEST_LOAD == 0 for s in segments for a in s.addresses.flatten())
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "kinds", [["joint", "gpu", "fp8", "apart"], ["gpu"], ["late", "joint"]], ids="-".join
-)
-def test_every_layer_is_corrected_for_where_it_stands(
-    monkeypatch: pytest.MonkeyPatch, kinds: list[str], order: str
-) -> None:
-    """As a policy looks at it, and as segments; what lies on the GPU stays as it is."""
-    device = Device(monkeypatch)
-    requests, late = make_requests(kinds, moved=True)
-    before = [
-        [x.clone() for x in expected_kv(r, layer)] for r in requests for layer in range(NUM_LAYERS)
-    ]
-    drift = Drift(torch.randn(NUM_LAYERS, 2, NUM_OCTAVES, *SHAPE))
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), drift)
-    segments = stored.segments(requests)
-    assert segments is not None
-    read: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def scatter(layer: int) -> None:
-        for request in requests:
-            parts = stored.segments([request]) or []
-            looked = [x.clone() for x in stored.old_kv(request, layer)]
-            for kind in range(2):
-                found = [at(int(s.addresses[layer, kind]), s.end - s.start) for s in parts]
-                expected = corrected(request, layer, drift)[kind]
-                read.extend([(torch.cat(found), expected), (looked[kind], expected)])
-
-    for layer in range(1, NUM_LAYERS):
-        for layers in late:
-            while layers.arrived <= layer:
-                layers.arrive()
-        stored.read(layer)
-        device.main.launch(lambda layer=layer: scatter(layer))
-        device.run(ORDERS[order])
-        stored.done(layer)
-    assert len(read) == 8 * (NUM_LAYERS - 1)
-    for found, expected in read:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    after = [expected_kv(r, layer) for r in requests for layer in range(NUM_LAYERS)]
-    for one, two in zip(before, after, strict=True):
-        assert all(map(torch.equal, one, two))
-
-
-def test_on_a_cpu_the_layers_are_corrected_as_well() -> None:
-    requests, _ = make_requests(["joint", "fp8", "apart"], moved=True)
-    drift = Drift(torch.randn(NUM_LAYERS, 2, NUM_OCTAVES, *SHAPE))
-    stored = load.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock(), drift)
-    for request, layer in product(requests, range(1, NUM_LAYERS)):
-        for found, expected in zip(
-            stored.old_kv(request, layer), corrected(request, layer, drift), strict=True
-        ):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("wish", ["not wanted", "in its place", "unknown place"])
-def test_what_is_not_to_be_corrected_is_not_touched(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
-    settings = BlendSettings(drift=wish != "not wanted")
-    place = {"not wanted": 40, "in its place": 3, "unknown place": None}[wish]
-    span = ChunkSpan(3, OnGPU(make_layers(5, 0, True)), computed_at=place)
-    request = StepRequest(BlendPlan((span,), settings), 0, 0, 9, torch.device("cpu"))
-    drift = Drift(torch.randn(NUM_LAYERS, 2, NUM_OCTAVES, *SHAPE))
-    stored = load.StoredLayers([request], CPU, NUM_LAYERS, 1, StageClock(), drift)
-    stored.read(1)
-    assert not device.launched
-    (segment,) = stored.segments([request]) or []
-    assert int(segment.addresses[1, 0]) == span.kv.layers[1][0].data_ptr()
 
 
 @pytest.mark.parametrize("end", [None, NUM_LAYERS - 2])

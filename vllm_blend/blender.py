@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from vllm_blend import drift, ranks
+from vllm_blend import ranks, stand_in
 from vllm_blend.compat import blend_model
 from vllm_blend.core import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan, StoredKV
 from vllm_blend.prompt import Frame, TokenIds, chat_frame, head_ids, plain_frame, split, text_ids
@@ -26,7 +26,6 @@ from vllm_blend.settings import NO_STAND_IN, BlendSettings
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from vllm_blend.drift import Drift
     from vllm_blend.store import ChunkKey, ChunkStore
 
 
@@ -170,7 +169,7 @@ class Blender:
     def own_text(self) -> TokenIds:
         """The text of our own that chunks are computed behind: as a stand-in, or for their scores."""
         room = self.llm.model_config.max_model_len // 4
-        return text_ids(self.tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, room)]
+        return text_ids(self.tokenizer, stand_in.text(), "text")[: min(SCORING_TOKENS, room)]
 
     def key(self, token_ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
         """What the store knows a chunk by.
@@ -296,35 +295,6 @@ class Blender:
         self._run(prompts, [self._collect_params()] * len(prompts), plans, use_tqdm)
         return [StoredKV(tuple(plan.kv)) for plan in plans]
 
-    def measure_drift(self, text: str | Sequence[int] | None = None) -> Drift:
-        """Measures how the model's KV depends on where it stands, for ``BlendSettings(drift=True)``.
-
-        The text is computed as a whole and in parts, behind the blender's head. What is found serves
-        all blenders of the model.
-
-        Args:
-            text: or token ids, 1,024 or more; None: a text of our own.
-
-        Raises:
-            ValueError: if the text has too few tokens, or more than the engine takes.
-        """
-        head = self.frame.head
-        longest = self.llm.model_config.max_model_len - len(head) - 1
-        if text is None:
-            ids = text_ids(self.tokenizer, drift.text(), "text")[:longest]
-        else:
-            ids = text_ids(self.tokenizer, text, "text")
-        if not drift.MIN_TOKENS <= len(ids) <= longest:
-            raise ValueError(f"text has {len(ids)} tokens; allowed: {drift.MIN_TOKENS} to {longest}")
-        spans = drift.part_spans(len(ids))
-        whole, *parts = self.collect([ids, *(ids[start:end] for start, end in spans)])
-        fit = drift.DriftFit()
-        for (start, end), part in zip(spans, parts, strict=True):
-            here = whole.tokens(start, end)
-            fit.add(here.layers, part.layers, len(head) + start, len(head))
-        self.model.blending.chunks.drift = fit.fit()
-        return self.model.blending.chunks.drift
-
     def forget(self, chunk: Chunk) -> None:
         """Drops a chunk's KV from this object; the KV is freed with its last reference.
 
@@ -365,9 +335,7 @@ class Blender:
         for chunk in chunks:
             if chunk.kv is not None:
                 place, exact = len(token_ids), chunk.context == tuple(token_ids)
-                spans.append(
-                    ChunkSpan(place, chunk.kv, chunk.token_ids, len(chunk.context), exact=exact)
-                )
+                spans.append(ChunkSpan(place, chunk.kv, chunk.token_ids, exact=exact))
             token_ids += chunk.token_ids
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
@@ -395,8 +363,7 @@ class Blender:
             vLLM's ``RequestOutput``, or a list of them for several prompts.
 
         Raises:
-            ValueError: if there are not as many settings, or sampling parameters, as prompts; if
-                settings ask for ``drift``, and it has not been measured.
+            ValueError: if there are not as many settings, or sampling parameters, as prompts.
         """
         many = [prompts] if isinstance(prompts, BlendPrompt) else list(prompts)
         params = sampling_params or self.llm.get_default_sampling_params()
@@ -477,7 +444,7 @@ class Blender:
             return None
         (kv,) = self.collect([self.frame.head], contexts=[()])
         self._prefixes[self.frame.head] = kv
-        return ChunkSpan(0, kv, self.frame.head, 0, exact=True)
+        return ChunkSpan(0, kv, self.frame.head, exact=True)
 
     @staticmethod
     def _collect_params() -> SamplingParams:

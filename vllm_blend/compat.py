@@ -310,11 +310,8 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
         raise ValueError(blending.unsupported if blending else "this engine's model cannot blend")
     check_can_blend(request)
     plan.check(request.prompt_token_ids, blending.kv_shape)
-    if isinstance(plan, BlendPlan):
-        if plan.settings.drift and blending.chunks.drift is None:
-            raise ValueError("drift is true, and it has not been measured; see Blender.measure_drift")
-        if blending.loop is None:
-            plan.settings.check_architecture([type(blending.model).__name__.removeprefix("Blend")])
+    if isinstance(plan, BlendPlan) and blending.loop is None:
+        plan.settings.check_architecture([type(blending.model).__name__.removeprefix("Blend")])
     params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed

@@ -157,16 +157,14 @@ def _readable(layers: Sequence[LayerKV]) -> bool:
 class ChunkSpan:
     """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
 
-    ``token_ids``, where known, are compared with the prompt's before the KV is used. ``computed_at``,
-    where known, is the position that the first token had when its KV was computed (``drift.py``).
-    ``exact``: it was computed behind just what stands before it here, so nothing is gained by
-    computing it again.
+    ``token_ids``, where known, are compared with the prompt's before the KV is used.
+    ``exact``: it was computed behind just what stands before it here, so nothing is gained by computing
+    it again.
     """
 
     start: int
     kv: StoredKV
     token_ids: tuple[int, ...] | None = None
-    computed_at: int | None = None
     exact: bool = False
 
     @property
@@ -234,14 +232,13 @@ class ChunkIds:
 class KeyedSpan:
     """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on.
 
-    ``computed_at`` and ``exact`` are as in ``ChunkSpan``.
+    ``exact`` is as in ``ChunkSpan``.
     """
 
     start: int
     end: int
     key: ChunkKey
     offset: int = 0
-    computed_at: int | None = None
     exact: bool = False
 
 
@@ -254,19 +251,6 @@ class KeyedPlan:
     timed: bool = False
 
 
-@dataclass(frozen=True)
-class DriftPart:
-    """A request by which a server measures the model's drift (``drift.py``).
-
-    Attributes:
-        start: which token of the text it begins with; None: it is the text as a whole, and comes first.
-        num_parts: of the text.
-    """
-
-    start: int | None
-    num_parts: int
-
-
 @dataclass(eq=False)
 class CollectPlan:
     """A request whose KV is kept: rows from ``start`` on of its prompt.
@@ -277,7 +261,6 @@ class CollectPlan:
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
-        drift: it is kept to measure drift.
         scored: ``key``'s KV is there, computed behind something else: keep only its tokens' scores.
         prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
         as_written: keep K as attention writes it, rotated to its place.
@@ -289,7 +272,6 @@ class CollectPlan:
     kv: list[LayerKV] = field(default_factory=list)
     key: ChunkKey | None = None
     chunk: ChunkIds | None = None
-    drift: DriftPart | None = None
     scored: bool = False
     prefix: StoredKV | None = None
     as_written: bool = False

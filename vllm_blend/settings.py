@@ -45,14 +45,11 @@ class BlendSettings:
             Several check layers shrink the set step by step (the paper's gradual filtering).
         mask: ``"exact"``: a query sees the keys at positions <= its own. ``"bottom_right"``: the
             mask of the paper's published code, for comparison only; it lets queries see later keys.
-        policy: how tokens are chosen: a name in ``POLICIES``, products ``a*b`` of their scores, or
-            ``a+b``, where ``a`` chooses some of the rows and ``b`` the rest. Those that ask the
-            question fall back in windows of a chunked prefill that do not hold it, to ``"static"`` or,
-            with ``"hkvd"``, to that; those that look at chunk heads need a span for each chunk.
-        first_share: for policies of the form ``a+b``: the share of the rows that ``a`` chooses.
+        policy: how tokens are chosen: a name in ``POLICIES``, or a product ``a*b`` of their scores.
+            Those that ask the question fall back in windows of a chunked prefill that do not hold it,
+            to ``"static"`` or, with ``"hkvd"``, to that; those that look at chunk heads need a span
+            for each chunk.
         seed: for ``"random"``.
-        drift: correct stored KV for where it stands (``drift.py``). The model's drift must have been
-            measured: by ``Blender.measure_drift``, or by a server whose own settings have this.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -63,9 +60,7 @@ class BlendSettings:
     recomp_ratios: tuple[float, ...] | None = None
     mask: str = "exact"
     policy: str = "ahead*static"
-    first_share: float = 0.5
     seed: int = 0
-    drift: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "check_layers", check_layer_list(self.check_layers))
@@ -80,12 +75,9 @@ class BlendSettings:
             object.__setattr__(self, "recomp_ratios", ratios)
         if self.mask not in MASKS:
             raise ValueError(f"mask is {self.mask!r}; allowed: {', '.join(MASKS)}")
-        policy_parts(self.policy)
-        object.__setattr__(self, "first_share", check_ratio("first_share", self.first_share))
+        policy_factors(self.policy)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed is {self.seed!r}; expected a whole number from 0")
-        if not isinstance(self.drift, bool):
-            raise ValueError(f"drift is {self.drift!r}; allowed: true or false")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> BlendSettings:
@@ -111,7 +103,7 @@ class BlendSettings:
     @cached_property
     def policies(self) -> frozenset[str]:
         """The names that ``policy`` is made of."""
-        return frozenset(name for part in policy_parts(self.policy) for name in part)
+        return frozenset(policy_factors(self.policy))
 
     @property
     def asks(self) -> bool:
@@ -142,16 +134,17 @@ class BlendSettings:
             )
 
 
-def policy_parts(policy: Any) -> list[list[str]]:
-    """A policy as the sum of products that it names: ``"heads+ahead*hkvd"`` is ``[["heads"], ["ahead",
-    "hkvd"]]``; or ValueError."""
-    parts = [part.split("*") for part in policy.split("+")] if isinstance(policy, str) else [[""]]
-    if len(parts) > 2 or any(name not in POLICIES for part in parts for name in part):
-        names = ", ".join(POLICIES)
-        raise ValueError(f"policy is {policy!r}; allowed: {names}, products a*b of them, one sum a+b")
-    if any("heads" in part for part in parts if len(part) > 1):
+def policy_factors(policy: Any) -> list[str]:
+    """The policies whose product ``policy`` is: ``"ahead*hkvd"`` is ``["ahead", "hkvd"]``; or
+    ValueError."""
+    names = policy.split("*") if isinstance(policy, str) else [""]
+    if any(name not in POLICIES for name in names):
+        raise ValueError(
+            f"policy is {policy!r}; allowed: {', '.join(POLICIES)}, and products a*b of them"
+        )
+    if "heads" in names and len(names) > 1:
         raise ValueError(f"policy is {policy!r}; heads is an order without scores, so it is no factor")
-    return parts
+    return names
 
 
 def check_ratio(name: str, value: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_prompt import STYLES, make_tokenizer
 
-from vllm_blend import drift
+from vllm_blend import stand_in
 from vllm_blend.prompt import chat_frame, plain_frame
 from vllm_blend.select.static import SCORING_TOKENS
 from vllm_blend.server.contexts import Contexts, chunk_contexts
@@ -43,7 +43,7 @@ def test_the_template_s_head_then_the_head_that_was_set(tokenizer: Any) -> None:
 
 
 def test_a_text_of_our_own_stands_in_or_is_there_for_scores(tokenizer: Any) -> None:
-    own = tuple(tokenizer.encode(drift.text(), add_special_tokens=False))[:SCORING_TOKENS]
+    own = tuple(tokenizer.encode(stand_in.text(), add_special_tokens=False))[:SCORING_TOKENS]
     head = chat_frame(tokenizer).head
     assert chunk_contexts(config()) == (head, head + own, head)
     assert chunk_contexts(config(), stand_in="") == (head, head, head + own)

@@ -5,7 +5,6 @@
 ``reuse``         stored KV of every chunk, nothing recomputed (the same as ``hkvd@0``)
 ``POLICY@RATIO``  blending, e.g. ``hkvd@0.16``; further settings follow after colons:
                   ``hkvd@0.16:mask=bottom_right``, ``hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.16``
-                  ``reuse:drift=on`` has stored KV corrected for where it stands
 ``...:behind=``   last: with chunks computed behind something else than the prompt's head: ``nothing``,
                   ``bos``, ``another`` (an instruction that is not the prompt's), ``before`` (the head,
                   then the 128 tokens before it in its passage); or a prompt's first chunk behind the
@@ -52,8 +51,6 @@ STAND_IN = 512
 _VALUES: dict[str, Callable[[str], Any]] = {
     "mask": str,
     "seed": int,
-    "drift": lambda text: {"on": True, "off": False}.get(text, text),
-    "first_share": float,
     "check_layers": lambda text: tuple(int(part) for part in text.split(",")),
     "recomp_ratios": lambda text: tuple(float(part) for part in text.split(",")),
 }

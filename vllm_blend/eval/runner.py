@@ -129,22 +129,18 @@ class Runner:
     def run(self, task: Task, examples: Iterable[Example], methods: Sequence[str]) -> list[Result]:
         """Results of ``methods`` (and ``full``) on ``examples``, those found in the folder included.
 
-        If one of them asks for the model's drift, that is measured first, behind the task's head.
-
         Raises:
             ValueError: names a method that is not known, an id that several examples have, or an
                 example without another that a method needs.
         """
-        # refuses an unknown one before the first is run
-        wanted = [blend_settings(method) for method in methods]
+        for method in methods:
+            blend_settings(method)  # refuses an unknown one before the first is run
         examples = list(examples)
         if any(split_behind(method)[1] in OTHERS for method in methods):
             self._other = others(examples)
         if len(ids := Counter(example.id for example in examples)) < len(examples):
             name, count = ids.most_common(1)[0]
             raise ValueError(f"{count} examples have the id {name!r}; results are told apart by it")
-        if any(settings is not None and settings.drift for settings in wanted):
-            self.blender.measure_drift()
         names = list(dict.fromkeys(["full", *methods]))
         done = {(r.task, r.example, r.method) for r in self.results}
         work = []

@@ -4,9 +4,8 @@
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
-tokens: 0 is full reuse, 1 full prefill. Each policy is tried on stored KV as it is, on KV corrected for
-drift, which helps some models and harms others, and on chunks that are computed behind a stand-in, the
-passages of another of the prompts.
+tokens: 0 is full reuse, 1 full prefill. Each policy is tried on chunks computed behind the head alone,
+and on chunks computed behind a stand-in, the passages of another of the prompts.
 
 The settings file is for a server's ``additional_config["vllm_blend"]``; for
 ``BlendSettings.from_mapping`` without its ``stand_in``, which the ``Blender`` takes.
@@ -42,14 +41,12 @@ def tune(
     quality: float,
     policies: Sequence[str] = POLICIES,
     ratios: Sequence[float] = RATIOS,
-    drift: bool = True,
     stand_in: bool = True,
 ) -> Summary | None:
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
 
-    Policies that need a layer loop are left out for models that have none. With ``drift`` each is tried
-    on KV that is corrected for the model's drift too, and with ``stand_in`` on chunks computed behind
-    another example's passages, if there is another example.
+    Policies that need a layer loop are left out for models that have none. With ``stand_in`` each is
+    tried on chunks computed behind another example's passages too, if there is another example.
 
     Returns:
         The best method of the first ratio at which there is one; None if there is none at any. Its
@@ -64,8 +61,6 @@ def tune(
     if runner.blender.model.blending.loop is None:
         policies = [policy for policy in policies if BlendSettings(policy=policy).early]
     kinds = [""]
-    if drift:
-        kinds.append(":drift=on")
     if stand_in and len(examples) > 1:
         kinds.append(BEHIND_OTHERS)
     for ratio in sorted(ratios):
@@ -98,7 +93,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=TASKS, required=True, help="how the prompts are put")
     parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
     parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
-    parser.add_argument("--no-drift", action="store_true", help="leave KV as it is: half the time")
     parser.add_argument("--no-stand-in", action="store_true", help="all chunks behind the head alone")
     parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
     options = parser.parse_args(argv)
@@ -114,7 +108,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.quality,
             options.policies,
             options.ratios,
-            not options.no_drift,
             not options.no_stand_in,
         )
     except ValueError as error:

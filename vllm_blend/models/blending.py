@@ -164,7 +164,6 @@ class Blending:
             inputs.positions,
             get_forward_context(),
             len(self.attns),
-            self.chunks.drift,
             self.cache_fuse_metadata,
             clock,
         )

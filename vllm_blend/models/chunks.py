@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from vllm_blend.core import BlendPlan, BlendStep, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan, StoredKV
-from vllm_blend.drift import Drift, Measurement
 from vllm_blend.models.pinned import PinnedMemory
 from vllm_blend.models.tiers import Tiers
 from vllm_blend.select.static import movement
@@ -19,14 +18,11 @@ class ChunkKV:
     Attributes:
         tiers: of the store, or None.
         memory: where KV that comes from a GPU goes; None without a GPU, whose KV stays where it is.
-        drift: by which stored KV is corrected; None: it has not been measured.
     """
 
     def __init__(self) -> None:
         self.tiers: Tiers | None = None
         self.memory: PinnedMemory | None = None
-        self.drift: Drift | None = None
-        self._measurement = Measurement()
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
 
@@ -72,7 +68,7 @@ class ChunkKV:
             if self.tiers is not None:
                 kv = self.tiers.nearest(span.key) or kv
             tokens = kv.tokens(span.offset, end)
-            spans.append(ChunkSpan(span.start, tokens, computed_at=span.computed_at, exact=span.exact))
+            spans.append(ChunkSpan(span.start, tokens, exact=span.exact))
         return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
 
     def keep(self, step: BlendStep) -> None:
@@ -80,15 +76,10 @@ class ChunkKV:
         for request in step.collected:
             plan = request.plan
             assert isinstance(plan, CollectPlan)
-            wanted = plan.key is not None or plan.drift is not None
-            if not wanted or request.position + request.num_rows < plan.num_prompt_tokens:
+            if plan.key is None or request.position + request.num_rows < plan.num_prompt_tokens:
                 continue
             # vLLM may hand the plan over again after a preemption: it starts anew
             kv, plan.kv = StoredKV(tuple(plan.kv)), []
-            if plan.drift is not None:
-                self.drift = self._measurement.take(plan.drift, kv, plan.start) or self.drift
-            if plan.key is None:
-                continue
             if plan.scored:
                 base = self._chunks.get(plan.key)
                 if base is None:  # dropped meanwhile

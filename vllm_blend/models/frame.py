@@ -17,7 +17,6 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import BlendAttention, Fusion, RowPlaces, StoredSegments
 from vllm_blend.core import BlendStep, Status, StepRequest, behind_one_another
-from vllm_blend.drift import Drift
 from vllm_blend.layers import LayerKV
 from vllm_blend.models.clock import StageClock
 from vllm_blend.models.load import StoredLayers, began
@@ -80,7 +79,6 @@ class Frame:
         positions: torch.Tensor,
         context: ForwardContext,
         num_layers: int,
-        drift: Drift | None,
         cache_fuse_metadata: Any = None,
         clock: StageClock | None = None,
     ) -> None:
@@ -97,7 +95,6 @@ class Frame:
         self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
-        self._drift = drift
         self._cache_fuse_metadata = cache_fuse_metadata
         self._began = began(positions.device)
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
@@ -166,7 +163,6 @@ class Frame:
             self._num_layers,
             first_layer,
             self.clock,
-            self._drift,
             self.end_layer,
         )
 

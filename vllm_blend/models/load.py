@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.core import WIDEST_LOAD, BlendStep, StepRequest, StoredKV, behind_one_another
-from vllm_blend.drift import NUM_OCTAVES, Drift, correct, drift_weights
 from vllm_blend.layers import BlockLayers, LayerKV
 from vllm_blend.models.clock import StageClock
 
@@ -108,7 +107,6 @@ class StoredLayers:
         num_layers: of the model.
         first_layer: the first whose KV will be asked for.
         clock: measures the loads.
-        drift: by which all of it is corrected; what lies on the GPU is copied for that.
         end_layer: no layer from this one on will be asked for; None: all may be.
     """
 
@@ -119,12 +117,10 @@ class StoredLayers:
         num_layers: int,
         first_layer: int,
         clock: StageClock,
-        drift: Drift | None = None,
         end_layer: int | None = None,
     ) -> None:
-        self._drift, self._begun = drift, False
+        self._begun = False
         self._end = num_layers if end_layer is None else end_layer
-        self._weights = {} if drift is None else drift_weights(requests)
         self._clock, self._device, self._num_layers = clock, device, num_layers
         self._windows: dict[StepRequest, list[Window]] = {}
         self._on_ring: list[Window] = []
@@ -174,9 +170,7 @@ class StoredLayers:
         if windows is None:
             with self._clock.stage("load"):
                 k, v = (x.to(request.device) for x in request.old_kv(layer))
-                if self._drift is None or request not in self._weights:
-                    return k, v
-                return correct((k, v), self._weights[request], self._drift.matrix(layer, k))
+                return k, v
         self.read(layer)
         return behind_one_another([window.at(layer) for window in windows])
 
@@ -190,10 +184,7 @@ class StoredLayers:
     def _lay_out(self, requests: Sequence[StepRequest]) -> None:
         """Finds each window's place: where it lies, or in the ring."""
         found = [(request, *window) for request in requests for window in request.windows]
-        lies_at = [
-            None if request in self._weights else span.kv.addresses(lo - span.start)
-            for request, span, lo, _ in found
-        ]
+        lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
         rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
         # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
         size = (AHEAD, 2 * rows, *self._example.shape[1:])
@@ -224,23 +215,6 @@ class StoredLayers:
         self._fast = [window for window in self._on_ring if window.in_one_block]
         self._others = [window for window in self._on_ring if not window.in_one_block]
         self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]
-        if self._weights:
-            with torch.cuda.stream(self._stream):
-                self._ring_weights = self._weights_on_ring()
-
-    def _weights_on_ring(self) -> torch.Tensor:
-        """What each row of a ring's buffer needs of the layer's drift, ``[2 * num_rows, 2 *
-        NUM_OCTAVES]``: of each window the rows of K, then those of V."""
-        parts = []
-        for request, windows in self._windows.items():
-            sizes = [window.end - window.start for window in windows]
-            weight = self._weights.get(request, torch.zeros(sum(sizes), NUM_OCTAVES))
-            pieces = zip(windows, weight.split(sizes), strict=True)
-            parts += [torch.block_diag(piece, piece) for window, piece in pieces if window.places]
-        weights = torch.cat(parts).to(self._example.dtype)
-        if self._device.type == "cuda":
-            weights = weights.pin_memory()  # else the host waits for layer 0
-        return weights.to(self._device, non_blocking=True)
 
     def _has(self, layer: int) -> bool:
         """Whether a layer is there to be copied."""
@@ -265,9 +239,6 @@ class StoredLayers:
                     _copy_all(self._targets[layer % AHEAD], sources)
                 for window in self._others:
                     window.copy(layer)
-                if self._drift is not None and self._weights:
-                    ring = self._ring[layer % AHEAD].flatten(1)
-                    _add_product(ring, self._ring_weights, self._drift.matrix(layer, ring))
             self._ready[layer % AHEAD].record(self._stream)
         self._next = layer + 1
 
@@ -317,10 +288,6 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
-
-
-def _add_product(target: torch.Tensor, weights: torch.Tensor, matrix: torch.Tensor) -> None:
-    target.addmm_(weights, matrix)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -1,8 +1,7 @@
 """The policies: which of a request's chunk tokens are recomputed.
 
-A policy scores every candidate, and the highest scores are kept; a product multiplies scores, a
-mixture gives part of the rows to one policy and the rest to another. Names are those of
-``BlendSettings.policy``.
+A policy scores every candidate, and the highest scores are kept; a product multiplies scores. Names are
+those of ``BlendSettings.policy``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_blend.select.rows import top_rows
-from vllm_blend.settings import BlendSettings, policy_parts
+from vllm_blend.settings import BlendSettings, policy_factors
 
 if TYPE_CHECKING:
     from vllm_blend.select.early import EarlyView
@@ -105,18 +104,6 @@ class Product(Policy):
         return one.clamp(min=0) * two.clamp(min=0)
 
 
-class Mixture(Policy):
-    """``first_share`` of the rows by one policy, the rest by another."""
-
-    def __init__(self, first: Policy, rest: Policy, first_share: float) -> None:
-        self.first, self.rest, self.first_share = first, rest, first_share
-
-    def rows(self, view: Any, count: int) -> torch.Tensor:
-        chosen = self.first.rows(view, int(self.first_share * count))
-        scores = self.rest.scores(view).index_fill(0, chosen, float("inf"))
-        return top_rows(scores, count)
-
-
 def make_policy(settings: BlendSettings) -> Policy:
     """The policy that ``settings`` name."""
     policies: dict[str, Policy] = {
@@ -129,10 +116,7 @@ def make_policy(settings: BlendSettings) -> Policy:
         "query": QuestionHere(),
         "ahead": QuestionAhead(),
     }
-    terms: list[Policy] = [
-        reduce(Product, (policies[name] for name in part)) for part in policy_parts(settings.policy)
-    ]
-    return terms[0] if len(terms) == 1 else Mixture(terms[0], terms[1], settings.first_share)
+    return reduce(Product, (policies[name] for name in policy_factors(settings.policy)))
 
 
 def choose_rows(view: View, count: int) -> torch.Tensor:

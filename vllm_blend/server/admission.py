@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core import EXTRA_ARG
 from vllm_blend.server import metrics
-from vllm_blend.server.config import CONFIG_KEY, NO_DRIFT, NO_STORE, ServerSettings
+from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
 from vllm_blend.server.wire import REPORT_KEY, SPANS_KEY, BlendRequest
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         wish = BlendRequest.parse(field, defaults)
         if wish.paced and settings.store is None:
             raise ValueError(NO_STORE)
-        if wish.settings.drift and not settings.blend.drift:
-            raise ValueError(NO_DRIFT)
         if field is not None and not wish.off:
             check_can_blend(request)
         wish.settings.check_architecture([vllm_config.model_config.architecture])

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "vllm_blend"
 """The key of vLLM's ``additional_config``."""
-NO_DRIFT = (
-    'drift is true, and the server did not measure it; it does with "drift": true in its own settings'
-)
 NO_STORE = "recomp_ratio is 'auto', and the server has no store to load from; allowed: 0 to 1"
 EXAMPLE = '{"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200}}'
 

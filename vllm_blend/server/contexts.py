@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from vllm_blend import drift
+from vllm_blend import stand_in as own_text
 from vllm_blend.prompt import TokenIds, chat_frame, head_ids, plain_frame, text_ids
 from vllm_blend.select.static import SCORING_TOKENS
 from vllm_blend.server.match import Run
@@ -88,7 +88,7 @@ def chunk_contexts(
         frame = plain_frame(tokenizer)
     first = head_ids(tokenizer, frame, head, ())
     longest = model_config.max_model_len
-    own = text_ids(tokenizer, drift.text(), "text")[: min(SCORING_TOKENS, longest // 4)]
+    own = text_ids(tokenizer, own_text.text(), "text")[: min(SCORING_TOKENS, longest // 4)]
     later = first + (text_ids(tokenizer, stand_in, "stand_in of vllm_blend") if stand_in else ())
     if stand_in is None and len(first + own) <= longest - 2:
         later = first + own

@@ -56,7 +56,7 @@ class Lookup:
                 missed += 1
             else:
                 exact = tokens[:start] == context
-                spans.append(KeyedSpan(start, end, key, computed_at=len(context), exact=exact))
+                spans.append(KeyedSpan(start, end, key, exact=exact))
         if wish.auto:
             windows = Windows.of(tokens)
             spans += self._find(tenant, windows, spans)
@@ -96,7 +96,7 @@ class Lookup:
             behind = context + self._chunks.chunk(run.key).token_ids[: run.offset]
             same_length = len(behind) == run.start
             exact = same_length and windows.tokens[: run.start].tolist() == list(behind)
-            spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, len(behind), exact))
+            spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, exact))
             if context != (better := self._contexts.at(run.start, first_start)):
                 self.miss(replace(self._chunks.chunk(run.key), context=better))
         return spans

@@ -1,4 +1,4 @@
-"""The engine's own requests: the measurements, chunks that were missed."""
+"""The engine's own requests: the measurement, chunks that were missed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from vllm_blend.server.background import Background
 from vllm_blend.server.chunks import KnownChunks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.contexts import chunk_contexts
-from vllm_blend.server.drift import DriftRequests, text_of
 from vllm_blend.server.pace import KEY as PACE_KEY
 from vllm_blend.server.pace import Pace
 from vllm_blend.server.prefix import name_blocks
@@ -29,10 +28,9 @@ class OwnRequests:
         chunks: that are known.
         hasher: of the prefix cache; None: there is none.
         block_size: of its blocks, in tokens.
-        on_ready: called once requests can be blended, and once the engine is measured.
+        on_measured: called once the engine is measured.
 
     Attributes:
-        drift: the measurement of the model's drift.
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
         contexts: what chunks are computed behind.
@@ -45,19 +43,16 @@ class OwnRequests:
         chunks: KnownChunks,
         hasher: Callable[[Any], list[Any]] | None,
         block_size: int,
-        on_ready: Callable[[], None],
+        on_measured: Callable[[], None],
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
         self.contexts = chunk_contexts(vllm_config, settings.system, settings.head, settings.stand_in)
-        context = self.contexts.first
-        if not context:
+        if not self.contexts.first:
             logger.warning(
                 "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
                 "costs quality; head sets a text."
             )
-        text = text_of(vllm_config, longest - len(context)) if settings.blend.drift else ()
-        self.drift = DriftRequests(text, context, self._make)
         self.pace: Pace | None = None
         if settings.store is not None:
             self.pace = Pace.of(vllm_config, settings, self._make)
@@ -67,32 +62,22 @@ class OwnRequests:
         self._scored = "static" in settings.blend.policies
         self._chunks = chunks
         self._hasher, self._block_size = hasher, block_size
-        self._on_ready = on_ready
+        self._on_measured = on_measured
 
     @property
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
-        measuring = not (self.drift.done and self._measured())
-        return measuring + self.background.num_waiting
-
-    @property
-    def undone(self) -> str:
-        """What must be done before a request can be blended; "" if nothing is left."""
-        return "" if self.drift.done else "the model's drift is still being measured"
+        return (not self._measured()) + self.background.num_waiting
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
 
     def measures(self, request_id: str) -> bool:
-        """Whether it is a request of a measurement."""
-        return self.drift.is_mine(request_id) or (
-            self.pace is not None and self.pace.is_mine(request_id)
-        )
+        """Whether it is a request of the measurement."""
+        return self.pace is not None and self.pace.is_mine(request_id)
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
-        if not self.drift.done:
-            return self.drift.start()
         if self._measured():
             return self.background.start(idle=num_unfinished <= self.background.num_running)
         assert self.pace is not None
@@ -100,18 +85,14 @@ class OwnRequests:
 
     def finish(self, request_id: str, output: Any = None) -> None:
         """One of its requests has ended with vLLM's engine output; None: it was aborted."""
-        if self.drift.is_mine(request_id):
-            self.drift.finish(request_id, completed=output is not None)
-            if self.drift.done:
-                self._on_ready()
-        elif self.background.is_mine(request_id):
+        if self.background.is_mine(request_id):
             self.background.finish(request_id, completed=output is not None)
         elif self.pace is not None:
             self.pace.finish(completed=output is not None)
             if self.pace.done:
                 self._chunks.refuse(PACE_KEY)  # what it was measured with is not needed any more
                 logger.info("vllm_blend: %s", self.pace)
-                self._on_ready()
+                self._on_measured()
 
     def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
         """What a chunk is computed behind for its scores; None: it needs none."""

@@ -184,7 +184,6 @@ class Pace:
             check_layers=self._settings.check_layers[:1],
             recomp_ratio=ratio,
             policy=self._settings.policy,
-            first_share=self._settings.first_share,
         )
         return KeyedPlan((KeyedSpan(HEAD, size - TAIL, KEY, HEAD),), settings)
 

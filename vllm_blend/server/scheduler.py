@@ -22,7 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from vllm_blend.core import EXTRA_ARG, KeyedPlan, KeyedSpan
+from vllm_blend.core import EXTRA_ARG, KeyedPlan
 from vllm_blend.server.chunks import KnownChunks, bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.fetches import Fetches, Waiting
@@ -75,7 +75,7 @@ class BlendScheduler:
             self.blend_chunks,
             hasher,
             self._block_size,
-            on_ready=self._ask_all,
+            on_measured=self._ask_all,
         )
         background = self.blend_own.background
         self.blend_fetches: Fetches | None = None
@@ -124,13 +124,13 @@ class BlendScheduler:
         stock.add_request(request)
 
     def _ask(self, request: Any) -> None:
-        """Asks for the chunks that a waiting request lacks, once it is known if it can be blended; or
-        first for where they are, once the engine is measured."""
+        """Asks for the chunks that a waiting request lacks, or first for where they are, once
+        the engine is measured."""
         fetches, pace = self.blend_fetches, self.blend_own.pace
-        if fetches is None or pace is None or self.blend_own.undone:
+        if fetches is None or pace is None:
             return
         waiting = fetches.waiting[request.request_id]
-        paced = waiting.wish.paced and bool(waiting.wish.spans) and not self.blend_own.undone
+        paced = waiting.wish.paced and bool(waiting.wish.spans)
         if paced and not pace.done:
             if waiting.awaits_measurement():
                 return
@@ -139,10 +139,9 @@ class BlendScheduler:
         if fetches.holds(waiting, tenant):
             return
         marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
-        can = not self.blend_own.undone
-        missing = [chunk for chunk in marked if can and self.blend_lookup.known(chunk)[0] is None]
+        missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
         found = []
-        if can and waiting.wish.auto:
+        if waiting.wish.auto:
             found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
         if paced:
             for chunk in found:
@@ -174,12 +173,8 @@ class BlendScheduler:
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
         tenant = _tenant(request, wish)
-        spans: list[KeyedSpan] = []
-        missed = 0
-        why = self.blend_own.undone
-        if not why:
-            spans, missed = self.blend_lookup(tenant, tokens, wish)
-            why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        spans, missed = self.blend_lookup(tenant, tokens, wish)
+        why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
         settings, decision = wish.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
