@@ -29,10 +29,10 @@ from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, embedded_model
-from vllm_blend.paced import PacedBlender, PacedOutput
+from vllm_blend.api.load_control import PacedBlender, PacedOutput
 from vllm_blend.store import ChunkKey, ChunkStore, DiskTier
 from vllm_blend.store.controller import Decision, Offer, recommend
-from vllm_blend.store.estimate import LoadTime
+from vllm_blend.store.load_time import LoadTime
 from vllm_blend.store.tier import Source
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)

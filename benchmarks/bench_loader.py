@@ -39,7 +39,8 @@ from tqdm import tqdm
 from ttft_shapes import CHUNKS, QUESTION_TOKENS, SHAPES, Bench, make_llm, write_config
 
 from vllm_blend import BlendSettings
-from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.plans import BlendPlan, ChunkSpan
 from vllm_blend.store import ChunkKey, ChunkStore, ModelKey
 
 THREADS = (CHUNKS, 16)

@@ -20,7 +20,7 @@ import torch
 from harness import hardware, print_table
 from raw_disk import PIECES, device_rate, drop_page_cache
 
-from vllm_blend.core import KVShape, StoredKV
+from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
 from vllm_blend.store.index import Index
 from vllm_blend.store.keys import ChunkKey

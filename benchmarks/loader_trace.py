@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_blend.core import StoredKV
-from vllm_blend.layers import LayerKV
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.layers import LayerKV
 from vllm_blend.store import ChunkKey, DiskTier, load
 from vllm_blend.store.record import Layout, checksum
 from vllm_blend.store.tier import Source

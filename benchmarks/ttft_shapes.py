@@ -30,8 +30,9 @@ from timeline import timeline
 from vllm import LLM, SamplingParams
 
 from vllm_blend import BlendSettings, blend_model
-from vllm_blend.core import BlendPlan, ChunkSpan, StoredKV
-from vllm_blend.layers import BlockLayers
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.layers import BlockLayers
+from vllm_blend.core.plans import BlendPlan, ChunkSpan
 
 COMMON = dict(
     num_hidden_layers=32,

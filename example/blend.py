@@ -22,7 +22,7 @@ from tqdm import tqdm
 from vllm import SamplingParams
 
 from vllm_blend import blend_model, embedded_model
-from vllm_blend.prompt import chat_frame, plain_frame
+from vllm_blend.core.prompt import chat_frame, plain_frame
 
 INPUTS = pathlib.Path(__file__).parent.parent.glob("inputs/*.json")
 

@@ -12,7 +12,11 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "helpers"),
+    str(Path(__file__).parents[2]),
+]
 
 import test_received_attention  # noqa: E402
 import test_segment_scatter  # noqa: E402

@@ -266,7 +266,7 @@ def test_rest_completes_flash_attention_3(
     pytest.importorskip("vllm.vllm_flash_attn._vllm_fa3_C", exc_type=ImportError)
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 is for compute capability 9.x")
-    from vllm_blend.compat_cuda import flash_attention_3
+    from vllm_blend.compat.cuda import flash_attention_3
 
     device, length = torch.device("cuda"), 3000
     torch.manual_seed(0)

@@ -13,10 +13,10 @@ import pytest
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
-from vllm_blend.core import ChunkIds
-from vllm_blend.server import fetches
-from vllm_blend.server.chunks import KnownChunks
-from vllm_blend.server.contexts import Contexts
+from vllm_blend.core.plans import ChunkIds
+from vllm_blend.server.chunks.chunk_contexts import Contexts
+from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
+from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store.disk import DiskTier
 
 AUTO = {"auto": True, "recomp_ratio": 0.3} | REPORT
@@ -34,8 +34,8 @@ def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=values) as engine,
     ):
-        patch.setattr(fetches, "MIN_WAIT_S", 5.0)
-        patch.setattr(fetches, "LOCATE_S", 5.0)
+        patch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)
+        patch.setattr(tier_fetches, "LOCATE_S", 5.0)
         yield engine
 
 
@@ -90,9 +90,9 @@ def test_the_first_requests_after_a_restart(
 
 
 def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "FOUND_TENANTS", 3)
+    monkeypatch.setattr(tier_fetches, "FOUND_TENANTS", 3)
     background: Any = SimpleNamespace()
-    found = fetches.Fetches(KnownChunks(1000), background, Contexts((1,), (1,)))
+    found = tier_fetches.Fetches(ChunkRegistry(1000), background, Contexts((1,), (1,)))
     for number, tenant in enumerate("abcab" + "defg"):
         if not found.claim(tenant):
             assert len(found) == 1
@@ -104,7 +104,7 @@ def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.M
     assert found.find("g", prompt, 16) == [chunk_of("g", 8, 58)]
     assert not found.find("b", prompt, 16)
     assert found.claim("g") and not found.claim("b")
-    monkeypatch.setattr(fetches, "FOUND_TOKENS", 40)
+    monkeypatch.setattr(tier_fetches, "FOUND_TOKENS", 40)
     found.claimed("f", [chunk_of("f", 0, 60)])  # more than all that is kept, of all but itself
     assert [tenant for tenant, _ in found._below] == ["f"]
 
@@ -147,7 +147,7 @@ def test_a_slow_disk_is_not_waited_for(
     monkeypatch.setattr(DiskTier, "token_ids", slow)
     with server(tiny, written[0]) as engine:
         drain(engine)
-        monkeypatch.setattr(fetches, "LOCATE_S", 0.2)
+        monkeypatch.setattr(tier_fetches, "LOCATE_S", 0.2)
         prompt, _ = prompt_of(engine, [1, 2, 3])
         assert ask(engine, prompt)[1]["reused_tokens"] == 0
         read.set()

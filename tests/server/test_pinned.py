@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from vllm_blend.core import StoredKV
-from vllm_blend.layers import BlockLayers
-from vllm_blend.models.load import joined
-from vllm_blend.models.pinned import PinnedMemory
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.layers import BlockLayers
+from vllm_blend.model.kv_loader import joined
+from vllm_blend.server.worker.pinned_memory import PinnedMemory
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,8 +12,8 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import TokenizeParams
 from vllm.tokenizers import get_tokenizer
 
-from vllm_blend.server.renderer import BlendRenderer
-from vllm_blend.server.wire import SPANS_KEY
+from vllm_blend.server.frontend.renderer import BlendRenderer
+from vllm_blend.server.request import SPANS_KEY
 
 CHUNKS = ("The ferry stops until March, when the ice is gone. " * 3, "Why? " * 20)
 PIECES = ("Read.\n\n", *CHUNKS, "Question: 1")

@@ -15,12 +15,12 @@ from engines import Engine, make_engine
 from vllm.exceptions import VLLMValidationError
 
 from vllm_blend.attention.cpu import CPUBlendImpl
-from vllm_blend.compat import add_news
-from vllm_blend.models import probe
-from vllm_blend.models.clock import StageClock
-from vllm_blend.models.frame import Frame
-from vllm_blend.models.probe import Probing
-from vllm_blend.server.mail import News
+from vllm_blend.core.stage_clock import StageClock
+from vllm_blend.model import probe
+from vllm_blend.model.active_rows import ActiveRows
+from vllm_blend.model.probe import Probing
+from vllm_blend.plugin.hooks import add_events
+from vllm_blend.server.messages import WorkerEvents
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +89,23 @@ def test_news_come_with_outputs_that_vllm_waits_for_later() -> None:
             ended.append(True)
             return EMPTY_MODEL_RUNNER_OUTPUT
 
-    def news() -> News:
+    def news() -> WorkerEvents:
         assert ended  # on a GPU events can be read only then
-        return News(seconds={"a": {"fuse": 1.0}})
+        return WorkerEvents(seconds={"a": {"fuse": 1.0}})
 
     ended: list[bool] = []
-    output = add_news(Later(), news)
+    output = add_events(Later(), news)
     assert not ended
-    assert News.of(output.get_output()).seconds == {"a": {"fuse": 1.0}}
-    assert News.of(EMPTY_MODEL_RUNNER_OUTPUT) == News()
+    assert WorkerEvents.of(output.get_output()).seconds == {"a": {"fuse": 1.0}}
+    assert WorkerEvents.of(EMPTY_MODEL_RUNNER_OUTPUT) == WorkerEvents()
 
 
 def test_the_plan_is_the_one_of_the_friendly_door(server: Engine) -> None:
     """The same chunks, collected by hand and blended through a plan object."""
     from engines import collect
 
-    from vllm_blend.core import BlendPlan, ChunkSpan
-    from vllm_blend.settings import BlendSettings
+    from vllm_blend.core.plans import BlendPlan, ChunkSpan
+    from vllm_blend.core.settings import BlendSettings
 
     prompt, spans = prompt_of(server, [1, 2, 3])
     chunks = [prompt[start:end] for start, end in spans]
@@ -449,15 +449,15 @@ def test_what_else_a_step_holds_does_not_change_the_choice(
     outputs(server, prompts, fields)
     drain(server)
     chosen: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}  # by chunks and the window's start
-    stock = Frame.shrink
+    stock = ActiveRows.shrink
 
-    def shrink(frame: Frame, kept: dict[Any, torch.Tensor]) -> torch.Tensor:
+    def shrink(frame: ActiveRows, kept: dict[Any, torch.Tensor]) -> torch.Tensor:
         for request, index in kept.items():
             chunks = tuple(span.kv.layers[0][0].data_ptr() for span in request.plan.spans)
             chosen.setdefault((chunks, request.position), set()).add(tuple(index.tolist()))
         return stock(frame, kept)
 
-    monkeypatch.setattr(Frame, "shrink", shrink)
+    monkeypatch.setattr(ActiveRows, "shrink", shrink)
     state = scheduler(server)
     alone = []
     with steps_of(server, budget, seats=6):

@@ -11,7 +11,7 @@ from asking import REPORT, drain, outputs, report, scheduler
 from engines import Engine, make_engine
 
 from vllm_blend import Blender
-from vllm_blend.core import BlendPlan
+from vllm_blend.core.plans import BlendPlan
 
 INPUTS = Path(__file__).parents[2] / "inputs"
 STAND_IN = "The ferry was built in Turku in 1931. Until the bridge was opened it carried mail\n\n"

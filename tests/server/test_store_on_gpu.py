@@ -10,7 +10,7 @@ import torch
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
-from vllm_blend.server import fetches
+from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store import gpu
 from vllm_blend.store.controller import ComputeTime
 
@@ -34,7 +34,7 @@ def test_chunks_are_found_wherever_they_lie(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
     monkeypatch.setattr(gpu, "DELAY_S", 0.0)
-    monkeypatch.setattr(fetches, "MIN_WAIT_S", 5.0)
+    monkeypatch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)
     disk = {"folder": str(tmp_path), "budget_gb": 1, "fsync": False}
     values = {"store": {"host_gb": 0.1, "gpu_gb": 0.05, "disk": disk}, "recomp_ratio": "auto"}
     options: dict[str, Any] = dict(dtype="bfloat16", enforce_eager=eager, enable_prefix_caching=True)

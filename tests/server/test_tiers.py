@@ -14,8 +14,8 @@ import pytest
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
-from vllm_blend.server import fetches
 from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store.disk import DiskTier
 
 FIELD = {"recomp_ratio": 0.3} | REPORT
@@ -30,7 +30,7 @@ def server(tiny: Any, store: dict[str, Any]) -> Iterator[Engine]:
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=config) as engine,
     ):
         # a tiny model computes chunks in no time; its requests would not wait for a disk
-        patch.setattr(fetches, "MIN_WAIT_S", 5.0)
+        patch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)
         yield engine
 
 
@@ -202,7 +202,7 @@ def test_a_slow_tier_is_not_waited_for(
     with server(tiny, disk(written.folder)) as engine:
         drain(engine)
         state, core = scheduler(engine), engine.llm.llm_engine
-        monkeypatch.setattr(fetches, "MIN_WAIT_S", 0.5)
+        monkeypatch.setattr(tier_fetches, "MIN_WAIT_S", 0.5)
         other = engine.ids(40, 5)
         start = time.monotonic()
         late, plain = outputs(engine, [prompt, other], [{"spans": spans} | REPORT, None])

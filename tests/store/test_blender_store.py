@@ -14,7 +14,7 @@ from engines import Engine
 from servers import RedisServer
 
 from vllm_blend import Blender
-from vllm_blend.settings import PAPER
+from vllm_blend.core.settings import PAPER
 from vllm_blend.store import ChunkStore, DiskTier
 
 TEXTS = [
@@ -30,7 +30,7 @@ from pathlib import Path
 from engines import make_engine
 from test_blender_store import QUESTION, TEXTS, HOST_BYTES, answer, count_runs
 from vllm_blend import Blender
-from vllm_blend.settings import PAPER
+from vllm_blend.core.settings import PAPER
 from vllm_blend.store import ChunkStore, DiskTier
 from vllm_blend.store.redis_tier import RedisTier
 
@@ -105,8 +105,9 @@ def test_two_processes_share_chunks_by_disk_and_by_redis(
     with ChunkStore(tiers, host_bytes=HOST_BYTES) as store:
         expected = answer(Blender(smollm2_engine.llm, PAPER, store=store, stand_in=""))
         assert store.flush()
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here}:{here.parent}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{Path(__file__).parents[1]}/helpers:{Path(__file__).parent}"
+    }
     command = [sys.executable, "-c", SECOND, str(smollm2), str(tmp_path / "kv"), redis_server.url]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.store.controller import ComputeTime, Controller, Decision, Located, Offer, recommend
-from vllm_blend.store.estimate import LoadTime, SharedClock
+from vllm_blend.store.load_time import LoadTime, SharedClock
 
 LAYERS = 32
 COMPUTE = ComputeTime(fixed=2e-3, token=1e-6, row=1.9e-5, pair=5e-10)  # about Mistral-7B on an H100

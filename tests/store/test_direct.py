@@ -16,7 +16,7 @@ from chunks import make_key, make_kv, same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.core import KVShape
+from vllm_blend.core.kv import KVShape
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
 from vllm_blend.store.disk import FileSource
 from vllm_blend.store.index import PAGE

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from tiers import FakeTier
 
 from vllm_blend import Blender
-from vllm_blend.core import KVShape, StoredKV
+from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
 from vllm_blend.store.fp8 import narrow, widen
 from vllm_blend.store.keys import ChunkKey

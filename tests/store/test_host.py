@@ -6,7 +6,7 @@ import gc
 
 from chunks import make_key, make_kv, same
 
-from vllm_blend.core import StoredKV
+from vllm_blend.core.kv import StoredKV
 from vllm_blend.store.host import HostTier
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Layout

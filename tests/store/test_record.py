@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from old_record import old_record
 from safetensors.torch import load
 
-from vllm_blend.core import KVShape, StoredKV
+from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import (
     PAGE,

@@ -184,7 +184,7 @@ with ChunkStore([RedisTier(sys.argv[1], 1 << 30)], host_bytes=1 << 20) as store:
     assert store.get(make_key(salt="another tenant")) is None
     print(store.stats()["hits.redis"])
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     command = [sys.executable, "-c", script, redis_server.url]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "1", done.stderr

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from old_record import old_record
 from tiers import FakeTier
 
-from vllm_blend.core import StoredKV
+from vllm_blend.core.kv import StoredKV
 from vllm_blend.store import ChunkStore, DiskTier, gpu
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.late import LateKV
 from vllm_blend.store.record import Layout, Record, Rejected
+from vllm_blend.store.streaming_layers import StreamingKV
 from vllm_blend.store.tier import Source, Tier
 
 BUDGET = 1 << 30
@@ -332,7 +332,7 @@ def test_scores_put_during_a_load_survive_its_end(slow: FakeTier) -> None:
     with ChunkStore([slow], host_bytes=1 << 22, timeout_s=60) as store:
         slow.gate = threading.Semaphore(1)
         late = store.get(KEY, layerwise=True)
-        assert isinstance(late, LateKV) and late.scores is None
+        assert isinstance(late, StreamingKV) and late.scores is None
         assert store.put(KEY, late)  # the store's own
         assert "puts" not in store.stats()
         store.put(KEY, SCORED)
@@ -349,7 +349,7 @@ def test_scores_are_there_before_layer_0(slow: FakeTier) -> None:
     with ChunkStore([slow], host_bytes=1 << 22, timeout_s=60) as store:
         slow.gate = threading.Semaphore(1)  # the preamble
         late = store.get(KEY, layerwise=True)
-        assert isinstance(late, LateKV) and late.layers.arrived == 0
+        assert isinstance(late, StreamingKV) and late.layers.arrived == 0
         assert late.scores is not None and SCORED.scores is not None
         assert torch.equal(late.scores, SCORED.scores)
         slow.gate.release(100)

@@ -13,11 +13,11 @@ import pytest
 from chunks import SHAPE, make_key, make_kv, same
 from tiers import FakeTier
 
-from vllm_blend.core import StoredKV
+from vllm_blend.core.kv import StoredKV
 from vllm_blend.store import ChunkLost, ChunkStore, DiskTier, load
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.late import LateKV
 from vllm_blend.store.record import Layout, Record
+from vllm_blend.store.streaming_layers import StreamingKV
 
 KEY = make_key()
 LAYOUT = Layout.of(KEY)
@@ -78,7 +78,7 @@ def test_every_layer_of_a_layerwise_load_can_be_used_when_it_is_there(
     place(tier, KEY)
     tier.gate = threading.Semaphore(1)  # the preamble
     kv = store.get(KEY, layerwise=True)
-    assert isinstance(kv, LateKV)
+    assert isinstance(kv, StreamingKV)
     kv.check(SHAPE, KEY.num_tokens)
     for layer, expected in enumerate(make_kv(KEY).layers):
         assert kv.layers.arrived == layer
@@ -127,7 +127,7 @@ def test_a_layer_is_read_while_the_one_before_it_is_checked(
     tier.on_read = read
     monkeypatch.setattr(load, "checksum", checksum)
     kv = store.get(KEY, layerwise=True)
-    assert isinstance(kv, LateKV)
+    assert isinstance(kv, StreamingKV)
     assert same(kv, make_kv(KEY))
 
 
@@ -135,7 +135,7 @@ def test_what_comes_behind_a_corrupt_layer_does_not_arrive(store: ChunkStore, ti
     data = place(tier, KEY)
     data[LAYOUT.offset(1)] ^= 1
     kv = store.get(KEY, layerwise=True)
-    assert isinstance(kv, LateKV)
+    assert isinstance(kv, StreamingKV)
     assert store.flush()
     assert kv.layers.arrived == 1
     assert store.stats()["rejected.fake.corrupt"] == 1

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_blend.core import BlendPlan, BlendStep, Status
-from vllm_blend.layers import LayerKV
-from vllm_blend.models.rotation import Rotation
+from vllm_blend.attention.rotation import Rotation
+from vllm_blend.core.layers import LayerKV
+from vllm_blend.core.plans import BlendPlan
+from vllm_blend.core.step import BlendStep, Status
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
@@ -54,8 +55,8 @@ class Fusion:
     copied: bool = False
 
 
-class ActiveRows(Protocol):
-    """The rows that a step computes, as attention metadata carry them (``models/frame.py``)."""
+class ComputedRows(Protocol):
+    """The rows that a step computes, as attention metadata carry them (``model/active_rows.py``)."""
 
     def before_attention(
         self,
@@ -70,7 +71,7 @@ class ActiveRows(Protocol):
 
 
 class StepWatcher(Protocol):
-    """What an engine's attention layers tell of a step (``models/blending.py``)."""
+    """What an engine's attention layers tell of a step (``model/blending.py``)."""
 
     step: Any
 
@@ -105,7 +106,7 @@ class BlendAttention:
 
     def join(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any
-    ) -> ActiveRows | None:
+    ) -> ComputedRows | None:
         """A layer's part in the step that runs: keeps KV that is collected, fuses what is stored.
 
         Args:
@@ -120,7 +121,7 @@ class BlendAttention:
         if self.blend is None or self.blend.watcher.step is None or metadata is None:
             return None
         self.blend.watcher.collect(self.blend, key, value)
-        active: ActiveRows | None = getattr(metadata, "active", None)
+        active: ComputedRows | None = getattr(metadata, "active", None)
         if active is not None:
             active.before_attention(self, layer, query, key, value)
         return active

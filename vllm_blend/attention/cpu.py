@@ -18,14 +18,15 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 
 from vllm_blend.attention import cpu_kernel
 from vllm_blend.attention.base import (
-    ActiveRows,
     BlendAttention,
+    ComputedRows,
     Fusion,
     RowPlaces,
     consecutive_runs,
     last_keys,
 )
-from vllm_blend.core import BlendPlan, BlendStep
+from vllm_blend.core.plans import BlendPlan
+from vllm_blend.core.step import BlendStep
 
 
 @dataclass
@@ -36,7 +37,7 @@ class CPUBlendMetadata(CPUAttentionMetadata):
         tiles: the rows for our kernel; None: the stock one runs.
     """
 
-    active: ActiveRows | None = None
+    active: ComputedRows | None = None
     tiles: cpu_kernel.Tiles | None = None
 
 

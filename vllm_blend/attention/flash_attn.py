@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from vllm_blend.attention.base import ActiveRows, RowPlaces, last_keys
+from vllm_blend.attention.base import ComputedRows, RowPlaces, last_keys
 from vllm_blend.attention.paged import PagedFuse
-from vllm_blend.compat_cuda import flash_attention_3
+from vllm_blend.compat.cuda import flash_attention_3
 from vllm_blend.ops import sparse_attention_kernel as sparse
 
 
@@ -33,7 +33,7 @@ class FlashAttentionBlendMetadata(FlashAttentionMetadata):
 
     positions: torch.Tensor | None = None
     tiles: sparse.VirtualRequests | None = None
-    active: ActiveRows | None = None
+    active: ComputedRows | None = None
 
 
 class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it changes class in place

@@ -1,6 +1,6 @@
 """An attention backend for vLLM on xformers, the one that the paper's code patched, and its blend path.
 
-``--attention-backend XFORMERS``: a name of vLLM's CUSTOM member (``compat_cuda.py``). A step is split
+``--attention-backend XFORMERS``: a name of vLLM's CUSTOM member (``compat/cuda.py``). A step is split
 into spans of consecutive requests (``xformers_parts.py``):
 
 - prefills run in ``memory_efficient_attention``: over their own K and V where they have no earlier
@@ -41,7 +41,7 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-from vllm_blend.attention.base import ActiveRows, RowPlaces, last_keys
+from vllm_blend.attention.base import ComputedRows, RowPlaces, last_keys
 from vllm_blend.attention.paged import PagedFuse
 from vllm_blend.attention.xformers_parts import (
     MAX_KEYS,
@@ -54,7 +54,7 @@ from vllm_blend.attention.xformers_parts import (
     split,
     split_kept,
 )
-from vllm_blend.core import BlendPlan
+from vllm_blend.core.plans import BlendPlan
 from vllm_blend.ops import sparse_attention as sparse
 
 
@@ -169,7 +169,7 @@ class XFormersMetadata:
     starts: list[int]
     spans: list[Span]
     positions: torch.Tensor | None = None
-    active: ActiveRows | None = None
+    active: ComputedRows | None = None
     _parts: dict[int, list[PagedPart | MaskedPart]] = field(default_factory=dict)
 
     def parts(self, window: int, block_size: int) -> list[PagedPart | MaskedPart]:

@@ -18,8 +18,8 @@ from vllm_blend.eval.tasks import Task
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
-    from vllm_blend.blender import Blender, BlendPrompt, Chunk
-    from vllm_blend.settings import BlendSettings
+    from vllm_blend.api.blender import Blender, BlendPrompt, Chunk
+    from vllm_blend.core.settings import BlendSettings
 
 T = TypeVar("T")
 

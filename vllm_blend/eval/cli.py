@@ -21,7 +21,7 @@ from vllm_blend.eval.synthetic import KINDS, synthetic
 from vllm_blend.eval.tasks import TASKS, Task
 
 if TYPE_CHECKING:
-    from vllm_blend.blender import Blender
+    from vllm_blend.api.blender import Blender
     from vllm_blend.eval.runner import Runner
 
 METHODS = ("full", "prefix", "reuse", "hkvd@0.16", "hkvd@0.16:mask=bottom_right", "mapreduce")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_blend.core import EXTRA_ARG, CollectPlan
-from vllm_blend.settings import BlendSettings
+from vllm_blend.core.plans import EXTRA_ARG, CollectPlan
+from vllm_blend.core.settings import BlendSettings
 
 if TYPE_CHECKING:
-    from vllm_blend.blender import Blender, BlendPrompt
+    from vllm_blend.api.blender import Blender, BlendPrompt
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_blend.settings import BlendSettings
+from vllm_blend.core.settings import BlendSettings
 
 PLAIN = ("full", "prefix", "mapreduce", "maprerank")
 

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.core.settings import BlendSettings
 from vllm_blend.eval import figures
 from vllm_blend.eval.cli import make_blender
 from vllm_blend.eval.data import read_examples
@@ -22,7 +23,6 @@ from vllm_blend.eval.runner import read_results
 from vllm_blend.eval.stats import Summary, summarize
 from vllm_blend.eval.tables import HEADER, row
 from vllm_blend.eval.tasks import TASKS
-from vllm_blend.settings import BlendSettings
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>

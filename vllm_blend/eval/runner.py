@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from vllm_blend.core.prompt import TokenIds
 from vllm_blend.eval import asking, forcing
 from vllm_blend.eval.data import Example
 from vllm_blend.eval.methods import BEHIND, OTHERS, OVERLAP, STAND_IN, blend_settings, split_behind
 from vllm_blend.eval.metrics import score
 from vllm_blend.eval.tasks import Task
-from vllm_blend.prompt import TokenIds
 
 if TYPE_CHECKING:
-    from vllm_blend.blender import Blender
-    from vllm_blend.settings import BlendSettings
+    from vllm_blend.api.blender import Blender
+    from vllm_blend.core.settings import BlendSettings
 
 RESULTS, RUN = "results.jsonl", "run.json"
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.core.settings import BlendSettings
 from vllm_blend.eval.cli import parser_of, runner_of
 from vllm_blend.eval.data import Example, read_examples
 from vllm_blend.eval.methods import blend_settings
@@ -27,7 +28,6 @@ from vllm_blend.eval.runner import Runner
 from vllm_blend.eval.stats import Summary, summarize
 from vllm_blend.eval.tables import interval, percent
 from vllm_blend.eval.tasks import TASKS, Task
-from vllm_blend.settings import BlendSettings
 
 POLICIES = ("static", "ahead", "ahead*static", "hkvd", "ahead*hkvd")
 BEHIND_OTHERS = ":behind=others"

@@ -3,7 +3,7 @@
 The launch's arguments do not depend on the step: where the chunks' KV lies (GPU memory, or pinned host
 memory, which the GPU reads over PCIe), how much of it there is and where it goes is read from tensors
 on the device. So a CUDA graph that holds the launch is replayed with other contents. (A blended step
-has it read GPU memory alone: copy engines bring the rest, ``models/load.py``.)
+has it read GPU memory alone: copy engines bring the rest, ``model/kv_loader.py``.)
 """
 
 # Triton kernels carry no types of Python's:

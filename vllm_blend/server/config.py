@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.settings import NO_STAND_IN, BlendSettings, check_ratio
+from vllm_blend.core.settings import NO_STAND_IN, BlendSettings, check_ratio
 from vllm_blend.store.controller import FLOOR
 
 if TYPE_CHECKING:

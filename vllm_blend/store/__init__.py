@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from vllm_blend.store.fingerprint import model_key as model_key
     from vllm_blend.store.keys import ChunkKey as ChunkKey
     from vllm_blend.store.keys import ModelKey as ModelKey
-    from vllm_blend.store.late import ChunkLost as ChunkLost
     from vllm_blend.store.redis_tier import RedisTier as RedisTier
     from vllm_blend.store.s3_tier import S3Tier as S3Tier
     from vllm_blend.store.store import ChunkStore as ChunkStore
+    from vllm_blend.store.streaming_layers import ChunkLost as ChunkLost
 
 _NAMES = {
     "ChunkKey": "keys",
-    "ChunkLost": "late",
+    "ChunkLost": "streaming_layers",
     "ChunkStore": "store",
     "DiskTier": "disk",
     "ModelKey": "keys",

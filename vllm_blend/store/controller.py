@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-from vllm_blend.store.estimate import LoadTime
+from vllm_blend.store.load_time import LoadTime
 
 FLOOR = 0.15
 """Below this share of recomputed tokens quality suffers (the paper's figure 16); per model."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from vllm_blend.core import KVShape
+from vllm_blend.core.kv import KVShape
 from vllm_blend.store.keys import ModelKey
 
 if TYPE_CHECKING:

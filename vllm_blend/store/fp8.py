@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_blend.core import KVShape
-from vllm_blend.layers import LayerKV, LazyLayers
+from vllm_blend.core.kv import KVShape
+from vllm_blend.core.layers import LayerKV, LazyLayers
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_blend.core import StoredKV
-from vllm_blend.layers import LayerKV
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.layers import LayerKV
 from vllm_blend.store.arena import Arena, Extent
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Layout, layers_in

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from blake3 import blake3
 
-from vllm_blend.core import KVShape
+from vllm_blend.core.kv import KVShape
 
 DIGEST_VERSION = 1
 """Of digests, and of the places where records lie; a new one makes every older record a miss. (Records

@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_blend.core import StoredKV
+from vllm_blend.core.kv import StoredKV
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.lane import Lane
-from vllm_blend.store.late import ChunkLost, LateKV, LateLayers
 from vllm_blend.store.record import Layout, Preamble, Reason, Rejected, checksum
+from vllm_blend.store.streaming_layers import ChunkLost, StreamingKV, StreamingLayers
 from vllm_blend.store.tier import Source, TierError
+from vllm_blend.store.tier_client import Lane
 
 logger = logging.getLogger("vllm.vllm_blend.store")
 
@@ -32,7 +32,7 @@ class Load:
     """
 
     key: ChunkKey
-    opened: Future[LateKV | None] = field(default_factory=Future)
+    opened: Future[StreamingKV | None] = field(default_factory=Future)
     lane: Lane | None = None
     reason: Reason = Reason.ABSENT
 
@@ -148,8 +148,8 @@ class Loads:
                     if slot is None:
                         slot = self._host.reserve(key)
                         slot.scores = preamble.scores
-                        layers = LateLayers(slot.layers, str(key), self._timeout_s)
-                        load.opened.set_result(LateKV(layers, slot.scores))
+                        layers = StreamingLayers(slot.layers, str(key), self._timeout_s)
+                        load.opened.set_result(StreamingKV(layers, slot.scores))
                     elif slot.scores is None:
                         slot.scores = preamble.scores
                     load.lane = lane

@@ -30,8 +30,8 @@ from math import prod
 import torch
 from blake3 import blake3
 
-from vllm_blend.core import KVShape, StoredKV
-from vllm_blend.layers import BlockLayers, LayerKV
+from vllm_blend.core.kv import KVShape, StoredKV
+from vllm_blend.core.layers import BlockLayers, LayerKV
 from vllm_blend.store.fp8 import Fp8Layers, narrow, scale_bytes
 from vllm_blend.store.keys import ChunkKey
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from vllm_blend.core import StoredKV
+from vllm_blend.core.kv import StoredKV
 from vllm_blend.store import gpu
 from vllm_blend.store.disk import DiskTier
 from vllm_blend.store.fp8 import Fp8Layers
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey, check_storage
-from vllm_blend.store.lane import Lane, Writer
-from vllm_blend.store.late import LateKV
 from vllm_blend.store.load import Load, Loads
 from vllm_blend.store.record import Reason, Record, check_kv
+from vllm_blend.store.streaming_layers import StreamingKV
 from vllm_blend.store.tier import Level, Stats, Tier
+from vllm_blend.store.tier_client import Lane, Writer
 
 IN_MEMORY = "gpu", "host"
 """Tiers from which nothing is loaded."""
@@ -182,8 +182,8 @@ class ChunkStore:
         then they are added to it, in memory and in every tier. Known scores stay, whatever is put.
 
         Args:
-            kv: must not be changed afterwards. KV that the store is still loading (``LateKV``) is the
-                store's own already, and is not kept.
+            kv: must not be changed afterwards. KV that the store is still loading (``StreamingKV``) is
+                the store's own already, and is not kept.
 
         Returns:
             False if too much is waiting, so that it was dropped.
@@ -193,7 +193,7 @@ class ChunkStore:
         """
         check_kv(key, kv)
         with self._lock:
-            if isinstance(kv, LateKV) or self._knows(key, kv.scores is not None):
+            if isinstance(kv, StreamingKV) or self._knows(key, kv.scores is not None):
                 return True
             ready = _event(kv)
             taken = self._intake.submit(lambda: self._take_in(key, kv, ready), kv.num_bytes)

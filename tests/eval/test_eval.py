@@ -1,0 +1,302 @@
+"""The evaluation without an engine: scores, data, method names, statistics."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_blend.core.settings import BlendSettings
+from vllm_blend.eval import across, compare
+from vllm_blend.eval.cli import methods_of, run_parser
+from vllm_blend.eval.data import Example, Passage, example_of, read_examples
+from vllm_blend.eval.methods import blend_settings, split_behind
+from vllm_blend.eval.metrics import score
+from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result
+from vllm_blend.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
+from vllm_blend.eval.synthetic import synthetic
+from vllm_blend.eval.tables import HEADER, grid, markdown
+from vllm_blend.eval.tasks import TASKS
+from vllm_blend.eval.worst import main as worst_main
+from vllm_blend.eval.worst import worst
+
+
+@pytest.mark.parametrize(
+    "metric, found, answer, expected",
+    [
+        ("F1", "The Eiffel Tower.", "eiffel tower", 1.0),
+        ("F1", "in Paris, France", "Paris", 0.5),
+        ("F1", "no no no", "no", 0.5),
+        ("F1", "", "Paris", 0.0),
+        ("exact", "A dog!", "dog", 1.0),
+        ("exact", "dog cat", "cat dog", 0.0),
+        ("begins", "Rome and so on", "Rome", 1.0),
+        ("begins", "in Rome", "Rome", 0.0),
+        ("Rouge-L", "the cats sat", "the cat sat down", 6 / 7),
+    ],
+)
+def test_scores(metric: str, found: str, answer: str, expected: float) -> None:
+    assert score(metric, found, ["zebra", answer]) == pytest.approx(expected)
+
+
+def test_data_in_three_forms(tmp_path: Path) -> None:
+    row = {"ctxs": [{"title": "T", "text": "one"}, {"text": "two"}], "question": "q?", "answers": ["a"]}
+    (tmp_path / "list.json").write_text(json.dumps([row, row]))
+    lines = json.dumps(row | {"id": "x"}) + "\n" + json.dumps(row) + "\n"
+    (tmp_path / "lines.jsonl").write_text(lines)
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    plain = read_examples(tmp_path / "list.json")
+    assert [p.title for p in plain[0].passages] == ["T", ""]
+    assert plain[0].id != plain[1].id
+    packed = read_examples(tmp_path / "lines.jsonl.gz")
+    assert packed[0].id == "x" and packed[0].passages == plain[0].passages
+    assert [e.question for e in read_examples(tmp_path / "lines.jsonl", limit=1)] == ["q?"]
+    with pytest.raises(ValueError, match="row 3 has no answers"):
+        example_of({"passages": [{"text": "x"}], "question": "q"}, "row 3")
+    with pytest.raises(ValueError, match="row 4 has no passages"):
+        example_of({"question": "q", "answers": ["a"]}, "row 4")
+
+
+def test_fewer_passages_keep_the_gold_ones_in_order() -> None:
+    passages = tuple(Passage(str(i), gold=i in (2, 5)) for i in range(6))
+    example = Example("e", passages, "q", ("a",)).with_passages(4)
+    assert [p.text for p in example.passages] == ["0", "1", "2", "5"]
+
+
+def test_method_names_are_read() -> None:
+    for name, values in (
+        ("hkvd@0.16", {}),
+        ("random@0.3:seed=7", {"seed": 7}),
+        ("ahead*hkvd@0.05:mask=bottom_right", {"mask": "bottom_right"}),
+        (
+            "hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.1",
+            {"check_layers": (1, 8), "recomp_ratios": (0.3, 0.1)},
+        ),
+    ):
+        policy, ratio = name.split(":")[0].split("@")
+        expected = {"policy": policy, "recomp_ratio": float(ratio), **values}
+        assert blend_settings(name) == BlendSettings.from_mapping(expected)
+    assert blend_settings("full") is None
+    nothing = BlendSettings(policy="hkvd", recomp_ratio=0.0)
+    assert blend_settings("reuse") == blend_settings("reuse:behind=nothing") == nothing
+    assert split_behind("hkvd@0.16:seed=3:behind=bos") == ("hkvd@0.16:seed=3", "bos")
+    assert split_behind("ahead@0.1") == ("ahead@0.1", None)
+    for name, message in (
+        ("reuse:behind=me", "behind is 'me'; allowed at a method's end: nothing, bos, another"),
+        ("best", "method is 'best'; allowed: full"),
+        ("hkvd@x", "could not convert"),
+        ("best@0.1", "policy is 'best'"),
+        ("hkvd@0.1:color=red", "unknown blend setting 'color'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            blend_settings(name)
+
+
+def test_one_option_computes_all_chunks_behind_something_else() -> None:
+    names = ["--methods", "full", "reuse", "hkvd@0.1:behind=bos", "--policies", "ahead"]
+    options = run_parser("").parse_args([*names, "--ratios", "0.2", "--behind", "nothing"])
+    assert methods_of(options) == [
+        "full",
+        "reuse:behind=nothing",
+        "hkvd@0.1:behind=bos",
+        "ahead@0.2:behind=nothing",
+    ]
+
+
+def test_bootstrap_interval_is_that_of_the_mean() -> None:
+    draw = np.random.default_rng(1)
+    inside = 0
+    for seed in range(60):
+        mean = bootstrap(draw.normal(3, 2, 100).tolist(), seed)
+        assert mean.low < mean.value < mean.high
+        assert mean.high - mean.low == pytest.approx(4 * 2 / 10, rel=0.35)
+        inside += mean.low < 3 < mean.high
+    assert inside > 50
+    assert bootstrap([2.0, 2.0]).low == bootstrap([2.0, 2.0]).high == 2.0
+
+
+def test_summaries_pair_each_example_with_full_prefill() -> None:
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, 2.0, True, 0.0, 0.0, 1.0)
+    rows = [
+        base,
+        replace(base, example="1", score=0.5, ttft=4.0),
+        replace(base, method="reuse", score=0.0, kl=0.4, ttft=1.0, same=False),
+        replace(base, method="reuse", example="1", score=0.5, kl=0.2, ttft=1.0),
+        replace(base, method="hkvd@0.16", example="1", score=0.5, kl=0.05, ttft=1.0),
+    ]
+    full, reuse, hkvd = summarize(rows)
+    assert (full.n, reuse.n, hkvd.n) == (2, 2, 1)
+    assert reuse.loss.value == 0.5 and hkvd.loss.value == 0.0
+    assert reuse.speedup == 3.0 and hkvd.speedup == 4.0
+    assert hkvd.recovered == pytest.approx(0.75) and reuse.recovered == 0
+    assert reuse.same == 0.5
+    run = across.Run("m", "t", rows)
+    found = compare.differences("hkvd@0.16", "reuse", "kl", run)
+    assert list(found) == ["1"] and found["1"] == pytest.approx(-0.15)
+    assert compare.differences("full", "reuse", "score", run) == {"0": 1.0, "1": 0.0}
+    assert markdown([full]).splitlines()[2].count("|") == len(HEADER) + 1
+    more = replace(hkvd, method="hkvd@0.05:mask=bottom_right")
+    assert grid([full, reuse, hkvd, more], "t").splitlines() == [
+        "| t: KL to full | 5% | 16% |",
+        "|---|---|---|",
+        "| `hkvd` |  | 0.0500 (75%) |",
+        "| `hkvd:mask=bottom_right` | 0.0500 (75%) |  |",
+    ]
+    assert grid([full, reuse, hkvd], "t") == ""
+
+
+def test_what_is_recovered_is_of_chunks_computed_behind_the_same() -> None:
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, 2.0, True, 0.0, 0.0, 1.0)
+    rows = [base] + [
+        replace(base, method=method, kl=kl)
+        for method, kl in (
+            ("reuse", 0.2),
+            ("hkvd@0.16", 0.1),
+            ("reuse:behind=nothing", 0.8),
+            ("hkvd@0.16:behind=nothing", 0.2),
+            ("hkvd@0.16:behind=bos", 0.1),
+        )
+    ]
+    found = {summary.method: summary.recovered for summary in summarize(rows)}
+    assert found["hkvd@0.16"] == pytest.approx(0.5)
+    assert found["hkvd@0.16:behind=nothing"] == pytest.approx(0.75)
+    assert found["reuse:behind=nothing"] == 0 and found["hkvd@0.16:behind=bos"] is None
+
+
+def test_the_worst_examples_come_first() -> None:
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, 2.0, True, 0.0, 0.0, 1.0)
+    rows = [
+        replace(base, method=method, example=example, kl=kl)
+        for example, kl in (("0", 0.1), ("1", 0.5), ("2", 0.3), ("3", None))
+        for method in ("reuse", "hkvd@0.16")
+    ]
+    found = worst(rows, "hkvd@0.16", 2)
+    assert [(r.example, r.kl) for r, _ in found] == [("1", 0.5), ("2", 0.3)]
+    assert list(found[0][1]) == ["reuse", "hkvd@0.16"] and found[0][1]["reuse"].example == "1"
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Folders of two models on two sets, 40 examples each; ``hkvd@0.16`` loses a fifth of ``reuse``."""
+    draw, folders = np.random.default_rng(3), []
+    for model in ("big", "small"):
+        for task in ("t", "u"):
+            folders.append(folder / f"{model}-{task}")
+            folders[-1].mkdir()
+            base = Result(task, "", "full", 9, 0, "a", 1.0, None, True, 0.0, 0.0, 1.0)
+            rows = []
+            for example in range(40):
+                kl = float(draw.uniform(0.1, 0.3)) + (model == "small")
+                for method, share in (
+                    ("full", 0.0),
+                    ("reuse", 1.0),
+                    ("hkvd@0.16", 0.2),
+                    ("mapreduce", 3.0),
+                ):
+                    found = replace(base, example=str(example), method=method, score=1 - share * kl / 2)
+                    rows.append(replace(found, kl=None if method == "mapreduce" else share * kl))
+            (folders[-1] / RESULTS).write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+            (folders[-1] / RUN).write_text(json.dumps(asdict(Protocol(model))))
+    return folders
+
+
+def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = list(map(str, runs_of(tmp_path)))
+
+    def rows(*argv: str) -> list[list[str]]:
+        (compare.main if argv[0] == "compare" else across.main)([*argv[argv[0] == "compare" :]])
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    kl = rows("kl", *folders, "--methods", "reuse", "hkvd@0.16")
+    labels = ["big, t", "big, u", "small, t", "small, u"]
+    assert kl[0] == ["", "n", "`reuse`", "`hkvd@0.16`"]
+    means = [f"{name}, mean of 2" for name in ("big", "small", "t", "u")] + ["all, mean of 4"]
+    assert [row[0] for row in kl[2:]] == labels + means
+    numbers = [float(row[2].split()[0]) for row in kl[2:]]
+    assert numbers[4] == pytest.approx((numbers[0] + numbers[1]) / 2, abs=1e-3)
+    assert numbers[6] == pytest.approx((numbers[0] + numbers[2]) / 2, abs=1e-3)
+    assert numbers[8] == pytest.approx(sum(numbers[:4]) / 4, abs=1e-3)
+    assert [row[1] for row in kl[2:]] == ["40"] * 4 + [""] * 5
+    each = rows("methods", *folders, "--methods", "hkvd@0.16", "mapreduce")
+    assert [row[0] for row in each[2:4]] == ["`hkvd@0.16`", "`mapreduce`"] and len(each) == 4 * 4
+    assert each[3][2] == "-" and each[3][6].startswith("0.") and each[2][2] == kl[2][3]
+    (lost,) = (row for row in rows("lost", *folders, "--methods", "reuse") if row[0] == "big, t")
+    shares = rows("recovered", *folders, "--methods", "hkvd@0.16")
+    assert shares[2] == ["big, t", lost[2], "80% [80%, 80%]", "80% [80%, 80%]"]
+    assert [row[0] for row in shares[2:]] == labels + means
+    assert shares[-1][2:] == ["80% [80%, 80%]", "80% [80%, 80%]"]
+    less = rows("compare", *folders, "--methods", "hkvd@0.16", "reuse", "--what", "kl")
+    assert less[0][2] == "kl: `hkvd@0.16` less `reuse`"
+    assert float(less[2][2].split()[0]) == pytest.approx(-0.8 * numbers[0], abs=2e-3)
+    across.main(["plot", *folders, "--policies", "hkvd", "--output", str(tmp_path / "kl.svg")])
+    picture = (tmp_path / "kl.svg").read_text()
+    assert all(label in picture for label in labels)
+    with pytest.raises(SystemExit):
+        across.main(["kl", *folders])
+    with pytest.raises(SystemExit):
+        compare.main([*folders, "--methods", "reuse"])
+
+
+def test_an_interval_over_groups_and_of_a_share() -> None:
+    """A small group moves the mean as much as a large one; pairs are not torn apart."""
+    draw = np.random.default_rng(5)
+    small, large = draw.normal(0, 1, 25).tolist(), draw.normal(3, 1, 400).tolist()
+    mean = bootstrap_over([small, large])
+    assert mean.value == pytest.approx((np.mean(small) + np.mean(large)) / 2)
+    assert mean.high - mean.low == pytest.approx(4 * (1 / 5) / 2, rel=0.3)
+    whole = draw.uniform(1, 9, 50)
+    share = bootstrap_gone([(whole / 4, whole)])
+    assert share.value == pytest.approx(0.75) and share.high - share.low < 1e-9
+    few = draw.uniform(1, 3, 5)
+    both = bootstrap_gone([(whole / 4, whole), (few / 2, few)])
+    expected = 1 - (whole.mean() / 4 + few.mean() / 2) / (whole.mean() + few.mean())
+    assert both.value == pytest.approx(expected) and both.low < expected < both.high
+    noisy = bootstrap_gone([(whole / 4 + draw.normal(0, 1, 50), whole)])
+    assert noisy.low < 0.75 < noisy.high and noisy.high - noisy.low < 0.3
+
+
+def test_the_worst_of_several_runs_keep_to_their_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = runs_of(tmp_path)  # both models have the same examples
+    worst_main([*map(str, folders), "--count", "3"])
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    assert len(blocks) == 3
+    for block in blocks:
+        name, _, rest = block.partition(", ")
+        assert name.startswith("small-")  # its KL is higher
+        (hkvd,) = re.findall(r"hkvd@0\.16 +KL ([\d.]+)", rest)
+        (reuse,) = re.findall(r"reuse +KL ([\d.]+)", rest)
+        assert float(hkvd) == pytest.approx(0.2 * float(reuse), abs=1e-3) and float(reuse) > 1
+
+
+def test_synthetic_examples_need_more_than_one_chunk() -> None:
+    cut, whole = synthetic("cut", 20, people=4), synthetic("whole", 20, people=4)
+    assert cut == synthetic("cut", 20, people=4) != synthetic("cut", 20, people=4, seed=1)
+    for example in cut:
+        name = example.question.split("Answer: ")[1].removesuffix(" lives in")
+        (first,) = [i for i, p in enumerate(example.passages) if name in p.text]
+        assert example.answers[0] in example.passages[first + 1].text
+        assert example.answers[0] not in example.passages[first].text
+    for example in whole:
+        assert sum(example.answers[0] in p.text for p in example.passages) == 1
+    with pytest.raises(ValueError, match="people is 99"):
+        synthetic("cut", 1, people=99)
+
+
+def test_long_passages_are_cut_and_nothing_is_lost() -> None:
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(c) for c in text]
+
+    example = Example("e", (Passage("x" * 25, "T"), Passage("yy")), "q", ("a",))
+    task = TASKS["musique"]
+    chunks = task.chunks(Letters(), example, 10)
+    assert [len(chunk) for chunk in chunks] == [10, 10, 7, 2]
+    assert "".join(map(chr, sum(chunks[:3], []))) == "T\n" + "x" * 25
+    assert [len(chunk) for chunk in task.chunks(Letters(), example, 10, 12)] == [10, 2, 2]

@@ -1,0 +1,216 @@
+"""The probes at an engine's start: what they find, what they refuse, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import make_engine, shut_down
+
+from vllm_blend import blend_model
+from vllm_blend.attention.cpu import CPUBlendImpl
+from vllm_blend.model import probe
+from vllm_blend.model.probe import MOVED, Probing, Verdict, relative_error, token_error
+from vllm_blend.model.select import early
+
+OPTIONS: dict[str, Any] = dict(
+    dtype="float32", enforce_eager=True, max_model_len=512, skip_tokenizer_init=True
+)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the test's verdict is kept."""
+    path = tmp_path / "folder" / "verdict.json"
+    monkeypatch.setattr(probe, "_path", lambda blending: path)
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """What the test's probes found."""
+    found: list[Verdict] = []
+    stock = Probing.run
+
+    def run(self: Probing) -> Verdict:
+        found.append(stock(self))
+        return found[-1]
+
+    monkeypatch.setattr(Probing, "run", run)
+    return found
+
+
+def test_what_was_found_is_kept(tiny: Any, kept: Path, runs: list[Verdict]) -> None:
+    with make_engine(tiny("llama")) as engine:
+        first = [attn.impl.blend.rotation for attn in engine.model.blending.attns]
+        assert engine.model.blending.watch is None and engine.model.blending.shift == 0
+    (verdict,) = runs
+    assert verdict.refused == ""
+    assert verdict.rotations == (0,) * 5
+    assert verdict.shift_error < 1e-3 and verdict.identity_error < 1e-3
+    assert verdict.control_error > 0.05  # the identity says something
+    assert str(verdict).startswith("5 layers with RoPE, 0 without")
+    assert json.loads(kept.read_text())["rotations"] == [0] * 5
+    assert [path.name for path in kept.parent.iterdir()] == ["verdict.json"]
+    with make_engine(tiny("llama")) as engine:
+        again = [attn.impl.blend.rotation for attn in engine.model.blending.attns]
+    assert len(runs) == 1
+    for one, other in zip(first, again, strict=True):
+        assert one.is_neox_style and not one.is_none
+        assert torch.equal(one.table, other.table)
+
+
+def test_layers_share_a_rotation_that_the_model_shares(tiny: Any, kept: Path) -> None:
+    with make_engine(tiny("llama")) as engine:
+        assert len({id(attn.impl.blend.rotation) for attn in engine.model.blending.attns}) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"refused": ""}', '{"rotations": [], "colour": 3}'])
+def test_a_damaged_verdict_is_found_again(
+    tiny: Any, kept: Path, runs: list[Verdict], text: str
+) -> None:
+    kept.parent.mkdir()
+    kept.write_text(text)
+    assert probe._read(kept) is None
+    if text != "{":
+        return  # one start of an engine is enough
+    with make_engine(tiny("llama")):
+        pass
+    assert len(runs) == 1 and probe._read(kept) == runs[0]
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    (tmp_path / "file").write_text("")
+    probe._write(tmp_path / "file" / "verdict.json", Verdict())
+    assert "could not be kept" in caplog.text
+    probe._write(tmp_path / "new" / "verdict.json", Verdict("no", (0, -1), 0.5))
+    assert probe._read(tmp_path / "new" / "verdict.json") == Verdict("no", (0, -1), 0.5)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refusing(folder: Path, **options: Any) -> Iterator[Any]:
+    """An engine whose model the probes refuse."""
+    from vllm import LLM
+
+    llm = LLM(str(folder), **(OPTIONS | options))
+    try:
+        yield llm
+    finally:
+        shut_down(llm)
+
+
+def no_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "rotations_in", lambda *args: iter(()))
+
+
+def wrong_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = CPUBlendImpl.fuse
+
+    def fuse(self: Any, layer: Any, kv_cache: Any, fusion: Any) -> Any:
+        return stock(self, layer, kv_cache, replace(fusion, positions=fusion.positions + 1))
+
+    monkeypatch.setattr(CPUBlendImpl, "fuse", fuse)
+
+
+def absolute_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Probing._collect
+
+    def collect(self: Probing, shift: int) -> Any:
+        kv, hidden = stock(self, shift)
+        return kv, hidden * (1 + shift)
+
+    monkeypatch.setattr(Probing, "_collect", collect)
+
+
+def not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Probing._collect
+
+    def collect(self: Probing, shift: int) -> Any:
+        kv, hidden = stock(self, shift)
+        return kv, hidden * float("nan")
+
+    monkeypatch.setattr(Probing, "_collect", collect)
+
+
+REASONS = {
+    no_rotation: "layer 0's K moves with its position otherwise than any rotary module of the model",
+    wrong_fuse: "with exact KV and random rows its last hidden state is off by",
+    absolute_positions: "its answer depends on where a prompt's positions begin",
+    not_a_number: "its answer depends on where a prompt's positions begin",
+}
+
+
+@pytest.mark.parametrize("spoil", REASONS, ids=lambda spoil: spoil.__name__)
+def test_a_model_that_fails_a_probe_serves_and_says_why(
+    tiny: Any, kept: Path, runs: list[Verdict], monkeypatch: pytest.MonkeyPatch, spoil: Any
+) -> None:
+    from vllm import SamplingParams
+
+    with monkeypatch.context() as patch:
+        spoil(patch)
+        with refusing(tiny("llama")) as llm:
+            with pytest.raises(RuntimeError) as error:
+                blend_model(llm)
+            params = SamplingParams(max_tokens=3, detokenize=False, ignore_eos=True)
+            (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 3
+    assert str(error.value).startswith("blending does not support LlamaModel: ")
+    assert REASONS[spoil] in str(error.value)
+    # it is known from now on
+    assert probe._read(kept) == runs[0]
+    assert runs[0].refused in str(error.value)
+
+
+def test_an_identity_that_says_nothing_is_no_proof(
+    tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where wrong KV gives full prefill's answer too, stored KV was not used."""
+    monkeypatch.setattr(early, "choose", lambda request, _: torch.arange(request.num_chunk_rows))
+    with refusing(tiny("llama")) as llm, pytest.raises(RuntimeError, match="wrong KV"):
+        blend_model(llm)
+
+
+def test_a_refusal_stops_the_start_of_an_engine_that_is_to_blend(
+    tiny: Any, kept: Path, runs: list[Verdict]
+) -> None:
+    probe._write(kept, Verdict("it is too small"))
+    message = "additional_config asks for vllm_blend, but blending does not .*: it is too small"
+    with (
+        pytest.raises(ValueError, match=message),
+        refusing(tiny("llama"), additional_config={"vllm_blend": {}}),
+    ):
+        pass
+    assert not runs
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_errors_are_relative() -> None:
+    expected = torch.randn(200, 2, 8)
+    for dtype, allowed in MOVED.items():
+        rounded = expected.to(dtype)
+        assert token_error(rounded.float(), expected) < allowed / 5
+        assert relative_error(rounded, expected) < allowed / 5
+    assert token_error(expected.roll(1, 0), expected) > 0.5
+    assert relative_error(expected.roll(1, 0), expected) > 0.5
+    outliers = expected.clone()
+    outliers[:60] *= 100  # of a few tokens other experts were asked
+    assert token_error(outliers, expected) == 0
+    assert token_error(expected * 0, expected * 0) == 0
+    spoiled = expected.clone()
+    spoiled[3] = float("nan")
+    assert relative_error(spoiled, expected) == float("inf")

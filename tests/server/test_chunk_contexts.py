@@ -1,0 +1,95 @@
+"""What a server computes chunks behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chat_tokenizers import STYLES, make_tokenizer
+
+from vllm_blend.core import stand_in
+from vllm_blend.core.prompt import chat_frame, plain_frame
+from vllm_blend.core.static_scores import SCORING_TOKENS
+from vllm_blend.server.chunks.chunk_contexts import Contexts, chunk_contexts
+from vllm_blend.server.chunks.token_index import Run
+
+HEAD = "Read the texts. Be brief."
+STAND_IN = "The ferry was built in 1931. It carried mail.\n\n"
+
+
+@pytest.fixture(params=STYLES)
+def tokenizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = make_tokenizer(request.param)
+    monkeypatch.setattr("vllm.tokenizers.registry.cached_tokenizer_from_config", lambda config: found)
+    return found
+
+
+def config(skip_tokenizer_init: bool = False, max_model_len: int = 4096) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            skip_tokenizer_init=skip_tokenizer_init, max_model_len=max_model_len
+        )
+    )
+
+
+def test_the_template_s_head_then_the_head_that_was_set(tokenizer: Any) -> None:
+    ids = tuple(tokenizer.encode(HEAD, add_special_tokens=False))
+    assert chunk_contexts(config(), stand_in="")[:2] == (chat_frame(tokenizer).head,) * 2
+    both = (chat_frame(tokenizer).head + ids,) * 2
+    assert chunk_contexts(config(), head=HEAD, stand_in="")[:2] == both
+    kind = chunk_contexts(config(), "Be kind.", HEAD, "")
+    assert kind[:2] == (chat_frame(tokenizer, "Be kind.").head + ids,) * 2
+
+
+def test_a_text_of_our_own_stands_in_or_is_there_for_scores(tokenizer: Any) -> None:
+    own = tuple(tokenizer.encode(stand_in.text(), add_special_tokens=False))[:SCORING_TOKENS]
+    head = chat_frame(tokenizer).head
+    assert chunk_contexts(config()) == (head, head + own, head)
+    assert chunk_contexts(config(), stand_in="") == (head, head, head + own)
+    short = chunk_contexts(config(max_model_len=400))  # no more than a quarter of a prompt
+    assert short == (head, head + own[:100], head)
+
+
+def test_all_chunks_but_the_first_stand_behind_the_stand_in(tokenizer: Any) -> None:
+    ids = tuple(tokenizer.encode(STAND_IN, add_special_tokens=False))
+    first, later, scoring = chunk_contexts(config(), head=HEAD, stand_in=STAND_IN)
+    assert scoring == first
+    assert (first, later) == (chunk_contexts(config(), head=HEAD).first, first + ids)
+    longest = len(later) + 2  # one token of a chunk, and one that is asked for
+    chunk_contexts(config(max_model_len=longest), head=HEAD, stand_in=STAND_IN)
+    with pytest.raises(ValueError, match=f"have {len(later)} tokens; allowed: {len(later) - 1}$"):
+        chunk_contexts(config(max_model_len=longest - 1), head=HEAD, stand_in=STAND_IN)
+
+
+def test_the_kv_that_suits_the_place_comes_first() -> None:
+    contexts = Contexts((1,), (1, 2))
+    first, later, _ = contexts
+
+    def suited(*runs: tuple[int, int, tuple[int, ...]], taken: Any = ()) -> list[Any]:
+        found = contexts.suited([(Run(lo, hi, 0, 0), context) for lo, hi, context in runs], taken)
+        return [(run.start, run.end, context) for run, context in found]
+
+    both = [(lo, lo + 5, context) for lo in (10, 20, 30) for context in (first, later)]
+    assert suited(*both) == [(10, 15, first), (20, 25, later), (30, 35, later)]
+    # another place's KV is better than none
+    assert suited((10, 15, later), (20, 25, first)) == [(10, 15, later), (20, 25, first)]
+    # a place that is taken before all others is the first
+    assert suited(*both, taken=[(0, 5), (29, 31)]) == [(10, 15, later), (20, 25, later)]
+    assert suited((10, 30, first), (12, 15, later), (20, 40, later)) == [(10, 30, first)]
+    assert contexts.at(10, 10) == first and contexts.at(11, 10) == later
+
+
+def test_without_a_template_behind_bos(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    ids = tuple(tokenizer.encode(HEAD, add_special_tokens=False))
+    assert chunk_contexts(config(), head=HEAD).first == plain_frame(tokenizer).head + ids
+    with pytest.raises(ValueError, match="system of vllm_blend does not fit the chat template"):
+        chunk_contexts(config(), "Be kind.")
+
+
+def test_an_engine_without_a_tokenizer_takes_no_text() -> None:
+    assert chunk_contexts(config(skip_tokenizer_init=True)) == ((), (), None)
+    for values in ({"head": HEAD}, {"system": ""}, {"stand_in": STAND_IN}):
+        with pytest.raises(ValueError, match="the engine has none"):
+            chunk_contexts(config(skip_tokenizer_init=True), **values)  # type: ignore[arg-type]

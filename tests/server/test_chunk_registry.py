@@ -1,0 +1,174 @@
+"""The scheduler's list of chunks and the model's KV agree whatever happens, and what is used stays."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vllm_blend.core.plans import ChunkIds, CollectPlan, KeyedPlan, KeyedSpan
+from vllm_blend.core.step import BlendStep, StepRequest
+from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
+from vllm_blend.server.internal.background_prefill import MIN_WINDOW, BackgroundPrefill
+from vllm_blend.server.messages import WorkerCommands
+from vllm_blend.server.worker.chunk_cache import ChunkCache
+
+CAPACITY = 200
+sizes = st.integers(16, 90)
+
+
+def chunk_of(start: int, end: int, context: tuple[int, ...] = ()) -> ChunkIds:
+    return ChunkIds("", tuple(range(start, end)), context)
+
+
+class Chunks(RuleBasedStateMachine):
+    """Requests come and go, chunks are missed, computed or aborted on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = ChunkRegistry(CAPACITY)
+        self.kv = ChunkCache()
+        self.running: dict[str, CollectPlan] = {}
+        self.background = BackgroundPrefill(self.known, 81, 0.5, self.begin)
+        self.used: list[KeyedSpan] = []
+
+    def begin(self, request_id: str, token_ids: list[int], plan: CollectPlan) -> str:
+        assert plan.chunk is not None and token_ids == [*plan.chunk.context, *plan.chunk.token_ids]
+        assert plan.start == len(plan.chunk.context)
+        assert len(token_ids) == plan.num_prompt_tokens
+        self.running[request_id] = plan
+        return request_id
+
+    def tokens(self, number: int, size: int) -> list[int]:
+        return [1000 * number + at for at in range(size)]
+
+    @rule(number=st.integers(0, 5), size=sizes, context=st.sampled_from([(7,), (7, 8)]))
+    def request(self, number: int, size: int, context: tuple[int, ...]) -> None:
+        chunk = ChunkIds("", tuple(self.tokens(number, size)), context)
+        key = self.known.get(chunk)
+        if key is None:
+            self.background.add(chunk)
+        else:
+            self.known.pin([key])
+            self.used.append(KeyedSpan(0, size, key))
+
+    @rule()
+    def finish_request(self) -> None:
+        if self.used:
+            self.known.unpin([self.used.pop(0).key])
+
+    @rule(idle=st.booleans(), num_tokens=st.integers(0, 200))
+    def step(self, idle: bool, num_tokens: int) -> None:
+        self.background.earn(num_tokens)
+        self.background.start(idle)
+        self.kv.apply(WorkerCommands(self.known.take_drops()))
+
+    @rule(completed=st.booleans(), reached=st.booleans())
+    def end_of_chunk(self, completed: bool, reached: bool) -> None:
+        for request_id, plan in list(self.running.items()):
+            if completed or reached:
+                self.compute(plan, whole=completed)
+            self.background.finish(request_id, completed)
+            del self.running[request_id]
+
+    def compute(self, plan: CollectPlan, whole: bool) -> None:
+        """What the model does in a window of the chunk's request."""
+        rows = plan.num_prompt_tokens if whole else plan.num_prompt_tokens // 2
+        plan.kv = [(torch.zeros(plan.num_prompt_tokens - plan.start, 1, 2),) * 2]
+        request = StepRequest(plan, 0, 0, rows, torch.device("cpu"))
+        self.kv.keep(BlendStep([request], rows, "auto"))
+
+    @invariant()
+    def chunks_in_use_are_there(self) -> None:
+        for span in self.used:
+            plan = self.kv.resolve(KeyedPlan((span,)), "", 0)
+            assert plan is not None
+            assert plan.spans[0].kv.num_tokens == span.end
+
+    @invariant()
+    def both_sides_agree(self) -> None:
+        chunks = self.known
+        assert chunks.num_tokens <= CAPACITY
+        assert set(chunks._chunks) <= set(self.kv._chunks)
+        extra = set(self.kv._chunks) - set(chunks._chunks) - set(chunks._coming)
+        assert extra <= set(chunks._to_drop)
+
+
+Chunks.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestChunks = Chunks.TestCase
+
+
+def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
+    started: list[int] = []
+
+    def begin(request_id: str, token_ids: list[int], plan: CollectPlan) -> str:
+        started.append(len(token_ids))
+        return request_id
+
+    background = BackgroundPrefill(ChunkRegistry(10_000), 1000, 0.25, begin)
+    for number in range(20):
+        background.add(chunk_of(number, number + 100))
+    computed = 0
+    for _ in range(40):
+        background.earn(50)
+        computed += 50
+        for request_id in background.start(idle=False):
+            background.finish(request_id, completed=True)
+        assert sum(started) <= 0.25 * computed
+    assert sum(started) == 500
+    assert background.start(idle=True)
+
+
+def test_a_chunk_of_an_idle_engine_goes_by_windows_and_stands_back() -> None:
+    background = BackgroundPrefill(ChunkRegistry(10_000), 1000, 0.5, lambda request_id, *_: request_id)
+    background.add(chunk_of(0, 900))
+    (name,) = background.start(idle=True)
+    background.took(256, 0.064)  # 4,000 tokens a second
+    assert background.window == 400
+    assert background.room(name, 900, 4096, running=False) == 400
+    assert background.room(name, 500, 4096, running=True) == 400
+    background.took(MIN_WINDOW - 1, 1.0)  # too few to tell
+    background.start(idle=False)  # requests came
+    assert background.room(name, 100, 4096, running=True) == 0
+    assert background.room(name, 900, 4096, running=False) == 400  # preempted: else all behind it wait
+    background.stalled = True  # they wait for what the chunk holds
+    assert background.room(name, 100, 4096, running=True) == 400
+    background.stalled = False
+    background.earn(150)
+    assert background.room(name, 100, 4096, running=True) == 0
+    background.earn(100)
+    assert background.room(name, 100, 4096, running=True) == 4096
+    assert background.credit == 25
+    assert background.room(name, 30, 4096, running=True) == 4096  # nothing is paid twice
+    assert background.credit == 25
+    background.took(256, 60.0)
+    assert background.window == MIN_WINDOW
+    background.finish(name, completed=True)
+
+
+def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
+    chunks = ChunkRegistry(100)
+    background = BackgroundPrefill(chunks, 1000, 1.0, lambda request_id, *_: request_id)
+    background.add(chunk_of(0, 60))
+    (request_id,) = background.start(idle=True)
+    background.finish(request_id, completed=True)
+    key = chunks.get(chunk_of(0, 60))
+    assert key is not None
+    chunks.pin([key])
+    background.add(chunk_of(200, 250))
+    assert background.start(idle=True) == []
+    chunks.unpin([key])
+    background.add(chunk_of(200, 250))
+    assert background.start(idle=True)
+    background.add(chunk_of(0, 1001))
+    background.add(chunk_of(0, 1000, context=(7,)))
+    assert background.num_dropped == 3
+    assert background.num_waiting == 0
+
+
+def test_a_tenant_s_name_is_no_part_of_a_chunk() -> None:
+    other = (2).to_bytes(8, "little").decode()
+    assert chunk_key(ChunkIds("", (1, 2))) != chunk_key(ChunkIds(other, (1,)))
+    assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("b", (1, 2)))
+    assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("a", (2,), (1,)))

@@ -1,0 +1,157 @@
+"""The ``blend`` field: every input is taken as meant, or refused with a ValueError."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_blend.core.settings import BlendSettings
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.request import BlendRequest
+
+DEFAULTS = BlendRequest(spans=((5, 9),), settings=BlendSettings(recomp_ratio=0.25))
+
+
+def parse(value: Any) -> BlendRequest:
+    return BlendRequest.parse(value, DEFAULTS)
+
+
+def test_shorthands() -> None:
+    assert parse(None) == DEFAULTS
+    assert parse("off").off
+    assert parse("auto").auto
+    assert parse("auto").spans == DEFAULTS.spans
+
+
+def test_an_object_and_its_json_are_the_same_request() -> None:
+    value = {
+        "spans": [[0, 4], [4, 9]],
+        "auto": True,
+        "tenant": "a",
+        "report": True,
+        "recomp_ratios": [0.5, 0.1],
+        "check_layers": [1, 3],
+    }
+    wish = parse(value)
+    assert parse(json.dumps(value)) == wish
+    assert wish.spans == ((0, 4), (4, 9))
+    assert (wish.auto, wish.tenant, wish.report) == (True, "a", True)
+    assert wish.settings.recomp_ratios == (0.5, 0.1)
+    assert parse({}) == DEFAULTS
+
+
+@pytest.mark.parametrize("settings", [BlendSettings(), BlendSettings((1, 2), 0.5, (0.5, 0.5))])
+def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
+    wish = BlendRequest(((1, 3), (3, 7)), True, settings, "t", True)
+    wire = json.loads(json.dumps(wish.to_wire()))  # msgpack, too, has lists for tuples
+    assert BlendRequest.from_wire(wire) == wish
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("on", "blend is"),
+        ("{", "blend is"),
+        ("[1]", "blend is"),
+        (3, "blend is 3"),
+        ({"ratio": 1}, "unknown key 'ratio'"),
+        ({"spans": []}, "spans is empty"),
+        ({"spans": "0-3"}, "spans is '0-3'"),
+        ({"spans": [[1]]}, r"spans\[0\] is \[1\]"),
+        ({"spans": [[0, 2], [1, True]]}, r"spans\[1\]"),
+        ({"spans": [[0, 2.0]]}, r"spans\[0\]"),
+        ({"auto": 1}, "auto is 1"),
+        ({"tenant": 7}, "tenant is 7"),
+        ({"report": None}, "report is None"),
+        ({"recomp_ratio": 2}, "recomp_ratio is 2"),
+        ({"check_layers": [0]}, "check_layers is"),
+        ({"mask": "none"}, "mask is 'none'"),
+        ({"mask": {}}, "mask is {}"),
+        ({"policy": []}, r"policy is \[\]"),
+    ],
+)
+def test_bad_values_are_refused_by_name(value: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse(value)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+keys = st.sampled_from(
+    [
+        "spans",
+        "auto",
+        "tenant",
+        "report",
+        "recomp_ratio",
+        "recomp_ratios",
+        "check_layers",
+        "mask",
+        "policy",
+    ]
+)
+spans = st.lists(st.lists(st.integers(-3, 40), min_size=1, max_size=3), max_size=4)
+
+
+@given(plain | st.dictionaries(keys, plain | spans, max_size=3), st.booleans(), st.integers(1, 40))
+def test_any_value_is_a_request_that_fits_or_a_value_error(
+    value: Any, as_json: bool, num_tokens: int
+) -> None:
+    try:
+        wish = parse(json.dumps(value) if as_json else value)
+        wish.check(num_tokens, num_layers=5)
+    except ValueError as error:
+        assert str(error)
+        return
+    ends = [end for span in wish.spans for end in span]
+    assert wish.off or value is None or (ends == sorted(ends) and ends[-1] < num_tokens)
+    assert all(start < end for start, end in wish.spans)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"ratio": 1}, "unknown key 'ratio'"),
+        ({"auto": "yes"}, "auto is 'yes'"),
+        ({"ram_gb": -1}, "ram_gb is -1"),
+        ({"min_chunk_tokens": 0}, "min_chunk_tokens is 0"),
+        ({"separator": 5}, "separator is 5"),
+        ({"head": 5}, "head is 5"),
+        ({"stand_in": 5}, "stand_in is 5"),
+        ({"system": ["x"]}, "system is \\['x'\\]; expected a text or null"),
+        ({"recomp_ratio": 7}, "recomp_ratio is 7"),
+    ],
+)
+def test_bad_server_settings_are_refused_by_name(value: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ServerSettings.from_mapping(value)
+
+
+def test_server_settings_hold_the_requests_defaults() -> None:
+    settings = ServerSettings.from_mapping({"auto": True, "recomp_ratio": 0.3, "check_layers": [2]})
+    assert settings.auto
+    assert (settings.blend.recomp_ratio, settings.blend.check_layers) == (0.3, (2,))
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "ratio"),
+    [
+        ({}, "ahead*static", 0.08),
+        ({"stand_in": ""}, "ahead*static", 0.16),
+        ({"stand_in": "A passage."}, "ahead*static", 0.08),
+        ({"stand_in": "A passage.", "policy": "hkvd"}, "hkvd", 0.08),
+        ({"stand_in": "", "recomp_ratio": 0.3}, "ahead*static", 0.3),
+    ],
+)
+def test_a_stand_in_changes_the_defaults_alone(
+    values: dict[str, Any], policy: str, ratio: float
+) -> None:
+    blend = ServerSettings.from_mapping(values).blend
+    assert (blend.policy, blend.recomp_ratio) == (policy, ratio)

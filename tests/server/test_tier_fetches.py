@@ -1,0 +1,90 @@
+"""Chunks that are asked for, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import wait
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_blend.core.kv import KVShape
+from vllm_blend.core.plans import ChunkIds
+from vllm_blend.server.chunks.chunk_contexts import Contexts
+from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
+from vllm_blend.server.internal.background_prefill import BackgroundPrefill
+from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.scheduler.lookup import Lookup
+from vllm_blend.server.scheduler.tier_fetches import Fetches, Waiting
+from vllm_blend.server.worker.tier_io import TierIO
+from vllm_blend.store import ModelKey
+from vllm_blend.store.controller import Decision
+
+IDS = tuple(range(50))
+CHUNK = ChunkIds("", IDS, (1,))
+CONTEXTS = Contexts((1,), (1, 2))
+
+
+def known_and_fetches() -> tuple[ChunkRegistry, Fetches]:
+    chunks = ChunkRegistry(1000)
+    background = BackgroundPrefill(chunks, 1000, 1.0, lambda request_id, *_: request_id)
+    return chunks, Fetches(chunks, background, CONTEXTS)
+
+
+def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
+    """Another request's fetch brings it while this one asks where it is."""
+    chunks, found = known_and_fetches()
+    one, two = (Waiting(BlendRequest(spans=((0, 50),), paced=True)) for _ in range(2))
+    found.waiting = {"one": one, "two": two}
+    found.wait(one, [CHUNK])
+    (key,) = one.keys or ()
+    found.locate(two, [CHUNK])
+    found.answer(key, found=True)
+    found.found(key, ("host", 0))
+    pace: Any = SimpleNamespace(decide=lambda *_: Decision(0.2, (True,), 0, 0, 0, ""))
+    found.decide(two, [CHUNK], 51, pace)
+    assert two.done
+    assert [ask[0] for ask in found.take_orders(()).fetch] == [key]
+    assert (len(found), chunks.num_tokens) == (0, 50)
+
+
+def test_what_is_too_short_to_be_found_is_not_learned() -> None:
+    chunks, found = known_and_fetches()
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=100)
+    for number in range(3):
+        lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
+    assert len(found._background) == 0
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=64)
+    for number in range(3):
+        lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
+    assert len(found._background) == 1
+
+
+def test_what_no_tier_has_is_forgotten() -> None:
+    store: Any = SimpleNamespace(get=lambda key: None)
+    tiers = TierIO(store, ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32)))
+    tiers.fetch(b"a", CHUNK)
+    wait(tiers._fetches.values())
+    assert tiers.fetched() == {b"a": None}
+    assert not tiers._names and not tiers._fetches
+
+
+def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:
+    model = ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32))
+    on_disk = [(model.chunk(IDS, (1, 2), tenant).digest, IDS) for tenant in ("a", "b")]
+    failures = [OSError("first"), None]
+
+    def token_ids() -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        yield on_disk[0]
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        yield on_disk[1]
+
+    store: Any = SimpleNamespace(token_ids=token_ids)
+    tiers = TierIO(store, model)
+    for expected in ([], [ChunkIds("b", IDS, (1, 2))]):
+        tiers.claim("b", CONTEXTS[:2])
+        wait(tiers._claims.values())
+        assert tiers.claimed() == {"b": expected}
+    assert failures == []

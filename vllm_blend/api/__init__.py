@@ -1,0 +1,1 @@
+"""Using blending from a script: ``Blender``, load control, the embedded model."""

@@ -1,0 +1,94 @@
+"""What an engine must be like to blend; everything else is refused by name at start-up.
+
+``compilation_config.static_forward_context``   read, for the model's attention layers.
+    Goes when vLLM names them elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_blend.compat.cuda import graph_reasons
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
+
+
+def why_unsupported(vllm_config: VllmConfig) -> str | None:
+    """Why an engine with this configuration cannot blend, as a sentence, or None."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    speculative = vllm_config.speculative_config
+    config = model.hf_config
+    reasons = {
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.prefill_context_parallel_size > 1
+        or parallel.decode_context_parallel_size > 1,
+        "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
+        "LoRA": vllm_config.lora_config is not None,
+        "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
+        and speculative.method not in ("ngram", "suffix"),
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "pooling models": model.runner_type == "pooling",
+        "multimodal models": model.is_multimodal_model,
+        "data parallelism with experts": parallel.data_parallel_size > 1
+        and parallel.is_moe_model is not False,
+        "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
+        "ada_rms_norm_t_cond": bool(getattr(config, "ada_rms_norm_t_cond", False)),
+        "bidirectional attention (is_causal=False)": not getattr(config, "is_causal", True),
+        f"kv_cache_dtype {vllm_config.cache_config.cache_dtype}": vllm_config.cache_config.cache_dtype
+        not in ("auto", "float16", "bfloat16", "float32"),
+    } | graph_reasons(vllm_config)
+    found = [reason for reason, there in reasons.items() if there]
+    if not found:
+        return None
+    return f"blending does not support {', '.join(found)}; start the engine without it"
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The layers of the model that was built last that keep something of each token, by name."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+
+
+def why_attention_unsupported(layers: Mapping[str, Any]) -> str | None:
+    """Why these attention layers cannot blend, as a sentence, or None."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    if not layers:
+        return "blending needs attention over a paged cache; this model has none"
+    for name, layer in layers.items():
+        kind = type(layer).__name__
+        if type(layer) is not Attention:
+            return (
+                f"blending does not support {kind} (layer {name}): its cache is not K and V of tokens"
+            )
+        if layer.attn_type != AttentionType.DECODER:
+            return f"blending does not support attention of type {layer.attn_type} (layer {name})"
+        if layer.kv_sharing_target_layer_name:
+            return f"blending does not support layers that share another's KV cache (layer {name})"
+        if getattr(layer.impl, "alibi_slopes", None) is not None:
+            return f"blending does not support ALiBi (layer {name}); it needs rotary positions, or none"
+        if layer.head_size != layer.head_size_v:
+            return f"blending does not support different head sizes of K and V (layer {name})"
+    if len({(layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:
+        return "blending does not support layers with different KV heads or head sizes"
+    return None
+
+
+def report_unsupported(vllm_config: VllmConfig, reason: str) -> None:
+    """Refuses start-up if the user asked for blending by configuration, else warns."""
+    asked = vllm_config.additional_config
+    if isinstance(asked, dict) and "vllm_blend" in asked:
+        raise ValueError(f"additional_config asks for vllm_blend, but {reason}")
+    logger.warning(
+        "vllm_blend: %s. Other requests are served by stock vLLM; requests that ask for blending "
+        "are refused.",
+        reason,
+    )

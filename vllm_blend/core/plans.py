@@ -1,0 +1,212 @@
+"""What a request reuses, or what is kept of it: the plans that requests carry.
+
+``BlendPlan`` and ``CollectPlan`` hold KV; ``KeyedPlan`` names it, since a server's scheduler and its
+model run in different processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from vllm_blend.core.kv import KVShape, StoredKV
+from vllm_blend.core.layers import LayerKV
+from vllm_blend.core.settings import BlendSettings
+
+EXTRA_ARG = "blend"
+"""The key of ``SamplingParams.extra_args`` that carries a request's plan, or its ``BlendRequest``."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSpan:
+    """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
+
+    ``token_ids``, where known, are compared with the prompt's before the KV is used.
+    ``exact``: it was computed behind just what stands before it here, so nothing is gained by computing
+    it again.
+    """
+
+    start: int
+    kv: StoredKV
+    token_ids: tuple[int, ...] | None = None
+    exact: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.kv.num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class BlendPlan:
+    """What one request reuses. Immutable, so requests may share it (``n > 1``).
+
+    ``timed``: measure its stages (``core/stage_clock.py``).
+    """
+
+    spans: tuple[ChunkSpan, ...]
+    settings: BlendSettings = field(default_factory=BlendSettings)
+    timed: bool = False
+
+    @cached_property
+    def made(self) -> dict[str, torch.Tensor]:
+        """What was derived of it once, for all of its windows (``model/select/early.py``)."""
+        return {}
+
+    def __deepcopy__(self, memo: object) -> BlendPlan:
+        return self  # vLLM deep-copies sampling parameters; the KV is shared instead
+
+    def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
+        """Raises ValueError if the plan does not fit the prompt or the model."""
+        self.settings.check_num_layers(shape.num_layers)
+        check_spans([(span.start, span.end) for span in self.spans], len(prompt_token_ids))
+        for index, span in enumerate(self.spans):
+            span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
+            found = tuple(prompt_token_ids[span.start : span.end])
+            if span.token_ids is not None and span.token_ids != found:
+                raise ValueError(
+                    f"spans[{index}] was computed for other tokens than the prompt has at "
+                    f"[{span.start}, {span.end})"
+                )
+
+
+ChunkKey = bytes
+"""Names a chunk's KV in a server's model process (``server/worker/chunk_cache.py``)."""
+
+
+@dataclass(frozen=True)
+class ChunkIds:
+    """A server's chunk by what makes it.
+
+    Attributes:
+        tenant: only its requests find the chunk.
+        context: token ids that its KV is computed behind.
+    """
+
+    tenant: str
+    token_ids: tuple[int, ...]
+    context: tuple[int, ...] = ()
+
+    @property
+    def shelf(self) -> tuple[str, tuple[int, ...]]:
+        """What it has in common with others: whose they are, and what they are computed behind."""
+        return self.tenant, self.context
+
+
+@dataclass(frozen=True)
+class KeyedSpan:
+    """Prompt tokens ``[start, end)`` that are those of a chunk from ``offset`` on.
+
+    ``exact`` is as in ``ChunkSpan``.
+    """
+
+    start: int
+    end: int
+    key: ChunkKey
+    offset: int = 0
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class KeyedPlan:
+    """A ``BlendPlan`` that names its KV: what a scheduler can send to the model's process."""
+
+    spans: tuple[KeyedSpan, ...]
+    settings: BlendSettings = field(default_factory=BlendSettings)
+    timed: bool = False
+
+
+@dataclass(eq=False)
+class CollectPlan:
+    """A request whose KV is kept: rows from ``start`` on of its prompt.
+
+    Attention fills ``kv`` window by window (``model/collect.py``); it is whole when the prefill is.
+
+    Attributes:
+        on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
+        key: keep it in the model's process under this key.
+        chunk: what is kept, for a store's lower tiers.
+        scored: ``key``'s KV is there, computed behind something else: keep only its tokens' scores.
+        prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
+        as_written: keep K as attention writes it, rotated to its place.
+    """
+
+    start: int = 0
+    on_model: bool = False
+    num_prompt_tokens: int = 0
+    kv: list[LayerKV] = field(default_factory=list)
+    key: ChunkKey | None = None
+    chunk: ChunkIds | None = None
+    scored: bool = False
+    prefix: StoredKV | None = None
+    as_written: bool = False
+
+    def __deepcopy__(self, memo: object) -> CollectPlan:
+        return self  # the caller reads the result from this very object
+
+    @property
+    def spans(self) -> tuple[ChunkSpan, ...]:
+        """What is not computed."""
+        return () if self.prefix is None else (ChunkSpan(0, self.prefix, exact=True),)
+
+    def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
+        self.num_prompt_tokens = len(prompt_token_ids)
+        if not 0 <= self.start < self.num_prompt_tokens:
+            raise ValueError(
+                f"start is {self.start}; the prompt has {self.num_prompt_tokens} tokens, so "
+                f"allowed: 0 to {self.num_prompt_tokens - 1}"
+            )
+        if self.prefix is not None:
+            self.prefix.check(shape, self.prefix.num_tokens, name="prefix")
+            if self.prefix.num_tokens > self.start:
+                raise ValueError(
+                    f"prefix has {self.prefix.num_tokens} tokens; allowed: {self.start} at most, "
+                    "since the rows from start on are computed"
+                )
+
+    def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
+        if layer == len(self.kv):
+            size = (self.num_prompt_tokens - self.start, *k.shape[1:])
+            self.kv.append((k.new_empty(size), v.new_empty(size)))
+        skip = max(self.start - position, 0)
+        rows = min(len(k), self.num_prompt_tokens - position)
+        if skip < rows:
+            place = slice(position + skip - self.start, position + rows - self.start)
+            self.kv[layer][0][place] = k[skip:rows]
+            self.kv[layer][1][place] = v[skip:rows]
+
+
+def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> None:
+    """Raises ValueError unless the spans are non-empty, ascending, disjoint and leave a question.
+
+    Args:
+        spans: ``[start, end)`` of each chunk, as token positions of the prompt.
+        num_prompt_tokens: length of the prompt.
+    """
+    if not spans:
+        raise ValueError("spans is empty; blending needs at least one chunk")
+    for index, (start, end) in enumerate(spans):
+        if start < 0:
+            raise ValueError(f"spans[{index}] starts at {start}; allowed: 0 or more")
+        if end <= start:
+            raise ValueError(f"spans[{index}] is [{start}, {end}): an empty chunk")
+        if end > num_prompt_tokens:
+            raise ValueError(
+                f"spans[{index}] is [{start}, {end}): it runs past the prompt of "
+                f"{num_prompt_tokens} tokens"
+            )
+    for index, ((_, end), (start, _)) in enumerate(pairwise(spans), start=1):
+        if start < end:
+            raise ValueError(
+                f"spans[{index}] starts at {start}, before the end of spans[{index - 1}] at "
+                f"{end}; spans must ascend and not overlap"
+            )
+    if spans[-1][1] == num_prompt_tokens:
+        raise ValueError(
+            "spans cover the prompt's last token; the question (at least one token) must follow "
+            "the last chunk, since its logits are what the answer starts from"
+        )

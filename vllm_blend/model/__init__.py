@@ -1,0 +1,1 @@
+"""Rows first: the model's own forward on the rows that are computed, stored KV beside them."""

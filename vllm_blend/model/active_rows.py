@@ -1,0 +1,416 @@
+"""The rows that a step computes, and the forward context in which vLLM's layers compute just those.
+
+Rows are known before layer 0, or become known at a check layer (``model/loop.py``); either way the
+stock layers run on them, and find in vLLM's forward context what depends on where a row stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from vllm_blend.attention.base import BlendAttention, Fusion, RowPlaces, StoredSegments
+from vllm_blend.core.kv import concat_kv
+from vllm_blend.core.layers import LayerKV
+from vllm_blend.core.stage_clock import StageClock
+from vllm_blend.core.step import BlendStep, Status, StepRequest
+from vllm_blend.model.kv_loader import StoredLayers, began
+
+if TYPE_CHECKING:
+    from vllm_blend.ops.segment_scatter import SegmentTables
+
+
+class Listener(Protocol):
+    """Hears the queries of a layer, once stored K is where the queries find it."""
+
+    def hear(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
+    ) -> None: ...
+
+
+@dataclass(eq=False)
+class Fusing:
+    """Requests whose stored KV goes to the cache at the same layers.
+
+    Attributes:
+        stored: where it comes from.
+        in_segments: it may be read where it lies, by ``tables``.
+        slots: where it goes, and its positions, by the id of all rows' slots.
+    """
+
+    requests: list[StepRequest]
+    stored: list[StoredLayers]
+    in_segments: bool = True
+    tables: SegmentTables | None = None
+    slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def is_joined(self) -> bool:
+        """Whether a layer's KV is put together of several parts, which copies it."""
+        return sum(len(request.windows) for request in self.requests) > 1
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The step's rows that it stands for."""
+        return torch.cat([request.chunk_rows for request in self.requests])
+
+
+class ActiveRows:
+    """The rows of a step that are computed.
+
+    Attributes:
+        kept: of each request whose rows are chosen, those of its ``chunk_rows`` that are computed, as
+            indices; on the host where the host has chosen them.
+        fused: requests whose stored KV is in the cache already, of the layers before ``fused_layers``.
+        received: what the chunk rows of a request that was asked get of its question's attention,
+            ``[num_chunk_rows]`` float32.
+        listener: hears the queries of every layer, and may end the forward before ``end_layer``.
+        clock: measures the step's stages.
+    """
+
+    def __init__(
+        self,
+        step: BlendStep,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        num_layers: int,
+        cache_fuse_metadata: Any = None,
+        clock: StageClock | None = None,
+    ) -> None:
+        self.step = step
+        self.clock = StageClock(step, positions.device) if clock is None else clock
+        self.kept: dict[StepRequest, torch.Tensor] = {}
+        self.fused: set[StepRequest] = set()
+        self.fused_layers = self.end_layer = num_layers
+        self.received: dict[StepRequest, torch.Tensor] = {}
+        self.listener: Listener | None = None
+        self._rows: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._query_start_loc: torch.Tensor | None = None
+        self._all_positions = positions
+        self._context = context
+        self._num_layers = num_layers
+        self._cache_fuse_metadata = cache_fuse_metadata
+        self._began = began(positions.device)
+        self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
+        self._fusing: dict[bool, Fusing] = {}
+        self._described: dict[tuple[int, Any], Any] = {}  # by id of the stock metadata, and window
+
+    @property
+    def device(self) -> torch.device:
+        return self._all_positions.device
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows of the step, ascending, ``[num_kept]``."""
+        if self._rows is None:
+            self._rows = torch.arange(self.step.num_rows, device=self.device)
+        return self._rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.step.num_rows if self._rows is None else self._rows.numel()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Prompt positions of the rows, ``[num_kept]``; before the first choice vLLM's own tensor,
+        padding included."""
+        if self._rows is None:
+            return self._all_positions
+        if self._positions is None:
+            self._positions = self._all_positions[self._rows]
+        return self._positions
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """First of the rows of each request, then ``num_rows``, ``[num_reqs + 1]`` int32."""
+        if self._query_start_loc is None:
+            starts = torch.tensor(self.step.starts, pin_memory=self.device.type == "cuda")
+            starts = starts.to(self.device, non_blocking=True)
+            self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
+        return self._query_start_loc
+
+    @cached_property
+    def _check_layers(self) -> frozenset[int]:
+        """Layers at which rows are chosen."""
+        late = [r.settings.check_layers for r in self.step.blended if not r.settings.early]
+        return frozenset(layer for layers in late for layer in layers)
+
+    @cached_property
+    def stored(self) -> StoredLayers:
+        """The step's stored KV, but that of ``fused`` requests."""
+        requests = [request for request in self.step.blended if request not in self.fused]
+        late = [r.settings.check_layers[0] for r in requests if not r.settings.early]
+        return self._loads(
+            requests, 0 if len(late) < len(requests) else min(late, default=self._num_layers)
+        )
+
+    @cached_property
+    def stored_behind(self) -> StoredLayers:
+        """That of ``fused`` requests, from ``fused_layers`` on."""
+        some = [request for request in self.step.blended if request in self.fused]
+        return self._loads(some if self.fused_layers < self._num_layers else [], self.fused_layers)
+
+    def _loads(self, requests: list[StepRequest], first_layer: int) -> StoredLayers:
+        return StoredLayers(
+            requests,
+            self.device,
+            self._num_layers,
+            first_layer,
+            self.clock,
+            self.end_layer,
+        )
+
+    def begin_behind(self) -> None:
+        """Starts to read ``stored_behind``, beside what runs of this step."""
+        self.stored_behind.begin(self._began)
+
+    def stored_of(self, request: StepRequest) -> StoredLayers:
+        return self.stored_behind if request in self.fused else self.stored
+
+    def status(self, layer: int) -> Status:
+        """What ``layer`` does: CHECK where rows are chosen, AFTER_CHECK once some were."""
+        if layer in self._check_layers:
+            return Status.CHECK
+        return Status.AFTER_CHECK if self.kept else Status.FULL_PREFILL
+
+    def first_row(self, request: StepRequest) -> int:
+        """Which of the rows is the first one of ``request``."""
+        before = (other for other in self.kept if other.row < request.row)
+        return request.row - sum(r.num_chunk_rows - self.kept[r].numel() for r in before)
+
+    def candidates(self, request: StepRequest) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request's chunk tokens that are still computed.
+
+        Returns:
+            Their indices into the frame's rows and into the request's ``chunk_rows``.
+        """
+        kept = self.kept.get(request)
+        if kept is None:
+            kept = torch.arange(request.num_chunk_rows, device=self.device)
+        kept = kept.to(self.device)
+        return torch.searchsorted(self.rows, request.chunk_rows[kept]), kept
+
+    def shrink(self, kept: dict[StepRequest, torch.Tensor]) -> torch.Tensor:
+        """Drops the chunk rows not in ``kept``; returns the indices of the rows that stay."""
+        before = self._rows
+        self.kept |= kept
+        on_host = all(index.device.type == "cpu" for index in self.kept.values())
+        self._take(self._kept_rows(torch.device("cpu") if on_host else self.device))
+        return self.rows if before is None else torch.searchsorted(before, self.rows)
+
+    def own_rows_of(self, requests: Iterable[StepRequest]) -> None:
+        """Leaves only the rows of ``requests`` that no stored KV stands for."""
+        requests = list(requests)
+        self.kept = {request: torch.empty(0, dtype=torch.int64) for request in requests}
+        self.fused = {request for request in self.step.blended if request not in requests}
+        rows = []
+        for request in requests:
+            own = torch.ones(request.num_rows, dtype=torch.bool)
+            for _, start, end in request.windows:
+                own[start - request.position : end - request.position] = False
+            rows.append(own.nonzero().flatten() + request.row)
+        self._take(torch.cat(rows))
+
+    def results(self) -> dict[str, Any]:
+        """What the paper's ``cache_fuse_metadata`` tells of a choice of rows."""
+        slot_mapping = next(iter(self._context.slot_mapping.values()))
+        return {
+            "imp_indices": self.positions,
+            "org_pos": self._all_positions[: self.step.num_rows],
+            "org_seq_len": self.step.num_rows,
+            "original_slot_mapping": slot_mapping[: self.step.num_rows],
+            "our_slot_mapping": slot_mapping[self.rows],
+            "attn_bias": None,
+            "kv_cache_dtype": self.step.kv_cache_dtype,
+        }
+
+    # --- what attention asks for -------------------------------------------------------------------
+
+    def before_attention(
+        self,
+        impl: BlendAttention,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Fuses the layer's stored KV, and lets the question be heard."""
+        stored_k = self.fuse(impl, layer)
+        if self.listener is not None:
+            self.listener.hear(impl, layer, query, key, stored_k)
+
+    def fuse(self, impl: Any, layer: Any) -> torch.Tensor | None:
+        """Writes the layer's stored KV to its paged cache; returns rotated K where it is at hand."""
+        index = impl.blend.index
+        if not self.fusing(index).requests:
+            return None
+        fusion = self.fusion(index, layer, self.status(index))
+        with self.clock.stage("fuse"):
+            stored_k: torch.Tensor | None = impl.fuse(layer, layer.kv_cache, fusion)
+        for stored in self.fusing(index).stored:
+            stored.done(index)
+        return stored_k
+
+    def fusion(self, layer: int, attn: Any, status: Status) -> Fusion:
+        """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
+        fusing = self.fusing(layer)
+        for stored in fusing.stored:
+            stored.read(layer)
+        _, slots = self._places(attn)
+        old_kv: LayerKV | StoredSegments
+        if attn.impl.fuses_segments and (tables := self._tables(fusing)) is not None:
+            old_kv, positions = StoredSegments(tables, layer, slots), self._all_positions
+        else:
+            requests = fusing.requests
+            old_kv = concat_kv([self.stored_of(r).old_kv(r, layer) for r in requests])
+            if id(slots) not in fusing.slots:
+                fusing.slots[id(slots)] = slots[fusing.rows], self._all_positions[fusing.rows]
+            slots, positions = fusing.slots[id(slots)]
+        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata, fusing.is_joined)
+
+    def fusing(self, layer: int) -> Fusing:
+        """Whose stored KV goes to the cache at ``layer``; shared by layers where it is the same."""
+        behind = layer >= self.fused_layers
+        if behind not in self._fusing:
+            requests = [r for r in self.kept if behind or r not in self.fused]
+            stored = dict.fromkeys(self.stored_of(request) for request in requests)
+            self._fusing[behind] = Fusing(requests, list(stored))
+        return self._fusing[behind]
+
+    def stock_metadata(self, attn: Any) -> Any:
+        """The backend's metadata for all rows."""
+        return self._context.attn_metadata[attn.layer_name]
+
+    def stock_slots(self, attn: Any) -> torch.Tensor:
+        """Slots of all rows, ``[num_tokens]``."""
+        slots: torch.Tensor = self._context.slot_mapping[attn.layer_name]
+        return slots
+
+    def describe(self, attn: Any) -> Any:
+        """The backend's metadata for the rows; shared by layers that share the stock one."""
+        stock = self.stock_metadata(attn)
+        key = id(stock), getattr(attn, "sliding_window", None)
+        if key not in self._described:
+            metadata = attn.impl.metadata(attn, stock, self._row_places())
+            metadata.active = self
+            self._described[key] = metadata
+        return self._described[key]
+
+    def let_go(self) -> None:
+        """Of what holds the frame: else stored KV would stay until garbage is collected."""
+        self._described.clear()
+        self.listener = None
+
+    def kept_slots(self, attn: Any) -> torch.Tensor:
+        """Slots of the kept rows, ``[num_kept]``."""
+        return self._places(attn)[0]
+
+    # --- forward contexts --------------------------------------------------------------------------
+
+    def context(self, attns: Iterable[Any], **changes: Any) -> ForwardContext:
+        """vLLM's forward context, but for what describes rows."""
+        attns = list(attns)
+        return self.context_of(
+            {attn.layer_name: self.describe(attn) for attn in attns},
+            {attn.layer_name: self.kept_slots(attn) for attn in attns},
+            **changes,
+        )
+
+    def context_of(
+        self, attn_metadata: dict[str, Any], slot_mapping: dict[str, torch.Tensor], **changes: Any
+    ) -> ForwardContext:
+        """The same for other rows; by layer."""
+        return replace(
+            self._context,
+            attn_metadata=attn_metadata,
+            slot_mapping=slot_mapping,
+            moe_layer_index=0,
+            **changes,
+        )
+
+    @property
+    def tells_padding(self) -> bool:
+        """Whether vLLM's context says which rows only pad."""
+        return self._context.is_padding is not None
+
+    @contextmanager
+    def on_rows(self, attn: Any) -> Iterator[None]:
+        """While it lasts, a layer computes the rows; all of them before the first choice."""
+        if self._rows is None:
+            yield
+            return
+        with override_forward_context(self.context([attn])):
+            yield
+
+    # --- how -----------------------------------------------------------------------------------------
+
+    def _kept_rows(self, device: torch.device) -> torch.Tensor:
+        """The step's rows without the chunk rows that are not kept, on ``device``."""
+        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=device)
+        count = self.step.num_rows
+        for request, index in self.kept.items():
+            count -= request.num_chunk_rows - index.numel()
+            shift = request.row - request.position
+            for _, start, end in request.windows:
+                mask[start + shift : end + shift] = False
+            # not `mask[rows] = True`: on a GPU that waits for the device, to copy the scalar there
+            mask.index_fill_(0, request.chunk_rows_on(device)[index.to(device)], True)
+        return torch.nonzero_static(mask, size=count).flatten()
+
+    def _take(self, rows: torch.Tensor) -> None:
+        """Makes ``rows``, ascending, on the host or the device, the frame's."""
+        starts = torch.as_tensor(self.step.starts)
+        if rows.device != self.device:  # chosen by the host: one copy for all that it knows
+            both = torch.cat([rows, torch.searchsorted(rows, starts)]).pin_memory()
+            rows, query_start_loc = both.to(self.device, non_blocking=True).split(
+                [rows.numel(), starts.numel()]
+            )
+            self._query_start_loc = query_start_loc.to(torch.int32)
+        else:
+            self._query_start_loc = None
+        self._rows, self._positions = rows, None
+        self._slots.clear()
+        self._described.clear()
+        self._fusing.clear()  # there may be more to fuse now
+
+    def _row_places(self) -> RowPlaces:
+        return RowPlaces(self.step, self.rows, self.positions, self.query_start_loc)
+
+    def _tables(self, fusing: Fusing) -> SegmentTables | None:
+        """Where the stored KV lies; None if it is not read as segments."""
+        if fusing.tables is not None or not fusing.in_segments:
+            return fusing.tables
+        parts = [self.stored_of(request).segments([request]) for request in fusing.requests]
+        if not parts or any(part is None for part in parts):
+            fusing.in_segments = False
+            return None
+        from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
+
+        segments = [segment for part in parts if part is not None for segment in part]
+        tables = SegmentTables(len(segments), self.step.num_rows, self._num_layers, self.device)
+        tables.fill(
+            [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
+            torch.stack([segment.addresses for segment in segments], dim=1),
+        )
+        fusing.tables = tables
+        return tables
+
+    def _places(self, attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where KV goes in this layer; shared by layers that share the slot mapping.
+
+        Returns:
+            The slots of the kept rows; and those of all rows of the step, -1 where a kept row's fresh
+            KV goes.
+        """
+        slot_mapping = self._context.slot_mapping[attn.layer_name]
+        if id(slot_mapping) not in self._slots:
+            slots = slot_mapping.index_fill(0, self.rows, -1)
+            self._slots[id(slot_mapping)] = slot_mapping[self.rows], slots
+        return self._slots[id(slot_mapping)]

@@ -1,0 +1,384 @@
+"""The model's forward on rows as CUDA graphs, one up to each layer's attention and one behind the last.
+
+Launched from Python, a layer takes the host 0.3 to 0.6 ms: longer than a GPU computes some hundred rows
+of it. vLLM's own graphs end before attention and begin behind it; these hold attention too, for rows at
+any positions. Between two of them the host does what a graph cannot: it lets the GPU wait for the next
+layer's stored KV, and hands out queries, K and V to what listens or collects.
+
+the first  from the embedding to the first layer's attention: fresh K and V are in the paged cache
+the others a layer's stored K and V go to the paged cache, by the segments that a step's tables name;
+           its attention, and on to the next layer's, or to the model's output
+
+All sizes are captured at the engine's start, once the probes have passed, from one blended step.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from vllm_blend.compat.cuda import unowned
+from vllm_blend.core.plans import BlendPlan
+from vllm_blend.core.tensor_parallel import capturing_on
+from vllm_blend.model.active_rows import ActiveRows
+
+if TYPE_CHECKING:
+    from vllm_blend.model.blending import Blending
+    from vllm_blend.model.rows import Inputs
+    from vllm_blend.ops.segment_scatter import SegmentTables
+
+logger = logging.getLogger("vllm.vllm_blend")
+
+ROW_SIZES = (*range(64, 256, 64), *range(256, 3072 + 1, 128))
+"""Rows are padded to the next of these. Products of multiples of 128 rows are the fastest: of 512 rows
+faster than of 400 or 448 on an H100. Steps of more rows keep the GPU busy without graphs."""
+
+MAX_REQS = 256
+"""Most requests of a step that is replayed, if an engine takes as many; an empty one costs little."""
+
+MAX_SEGMENTS = 128
+"""Most pieces of stored KV of such a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Where layers that share a KV cache's blocks find a step's rows; fixed tensors.
+
+    Attributes:
+        slots: of the rows, -1 where there is none, ``[max_rows]``.
+        all_slots: of all rows of the step, -1 where fresh K and V go, ``[max_num_tokens]``.
+        block_table: ``[max_reqs, max_num_blocks]``.
+    """
+
+    slots: torch.Tensor
+    all_slots: torch.Tensor
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The fixed tensors that graphs read.
+
+    Attributes:
+        input_ids, positions: of the rows, ``[max_rows]``.
+        query_start_loc: first row of each request, ``[max_reqs + 1]``; the last is the number of rows.
+        groups: by layer; layers may share one.
+        tables: the stored KV.
+        hidden: the model's output, ``[max_rows, hidden_size]``.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    groups: list[Group]
+    tables: SegmentTables
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The graphs of one size.
+
+    Attributes:
+        graphs: in their order.
+        stops: query, K and V of each layer, valid until the graph behind them runs.
+    """
+
+    graphs: list[torch.cuda.CUDAGraph]
+    stops: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class RowGraphs:
+    """Graphs of an engine's model.
+
+    Args:
+        blending: the engine's.
+
+    Attributes:
+        wanted: the next step that can be replayed is captured, for rows of all sizes.
+    """
+
+    def __init__(self, blending: Blending) -> None:
+        self._blending = blending
+        self._chains: dict[int, Chain] = {}
+        self._places: Places | None = None
+        self._kv_cache = 0
+        self._max_reqs = min(MAX_REQS, blending.vllm_config.scheduler_config.max_num_seqs)
+        self.wanted = False
+
+    @classmethod
+    def of(cls, blending: Blending) -> RowGraphs | None:
+        """Those of an engine that uses CUDA graphs, else None."""
+        config = blending.vllm_config
+        mode = config.compilation_config.cudagraph_mode
+        if (
+            config.device_config.device_type != "cuda"
+            or config.model_config.enforce_eager
+            or mode in (None, CUDAGraphMode.NONE)
+            or not all(hasattr(attn.impl, "at") for attn in blending.attns)
+        ):
+            return None
+        return cls(blending)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that are captured, ascending."""
+        return sorted(self._chains)
+
+    def run(self, frame: ActiveRows, inputs: Inputs) -> torch.Tensor | None:
+        """The model's forward of a frame's rows, ``[num_rows, hidden_size]``, valid until the next one.
+
+        None: the step must run without graphs.
+        """
+        if not (self.wanted or self._chains) or not self._fits(frame, inputs):
+            return None
+        if self.wanted:
+            self.wanted = False
+            self._capture_all(frame, inputs)
+        size = next((n for n in self.sizes if frame.num_rows <= n), None)
+        if size is None or self._kv_cache != self._blending.attns[0].kv_cache.data_ptr():
+            return None
+        assert self._places is not None
+        if not self._fill_tables(self._places.tables, frame):
+            return None
+        self._fill(self._places, frame, inputs, size)
+        self._replay(self._chains[size], frame)
+        return self._places.hidden[: frame.num_rows]
+
+    def _fits(self, frame: ActiveRows, inputs: Inputs) -> bool:
+        """Whether graphs know all that this step is about."""
+        return (
+            inputs.input_ids is not None
+            and inputs.inputs_embeds is None
+            and inputs.intermediate_tensors is None
+            and not any(isinstance(value, torch.Tensor) for value in inputs.more.values())
+            and len(frame.step.starts) <= self._max_reqs + 1
+            and all(
+                request.plan.settings.mask == "exact"
+                for request in frame.step.requests
+                if isinstance(request.plan, BlendPlan)
+            )
+        )
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    def _fill_tables(self, tables: SegmentTables, frame: ActiveRows) -> bool:
+        """Names the frame's stored KV; False: not all of it can be read where it lies, or too much."""
+        last = len(self._blending.attns) - 1
+        front, behind = frame.fusing(0).requests, frame.fusing(last).requests
+        requests = [*front, *(request for request in behind if request not in front)]
+        parts = [frame.stored_of(request).segments([request]) for request in requests]
+        if any(part is None for part in parts):
+            return False
+        counts = [len(part or ()) for part in parts]
+        if sum(counts) > MAX_SEGMENTS:
+            return False
+        segments = [segment for part in parts for segment in part or ()]
+        of_front = sum(counts[: len(front)])
+        tables.fill(
+            [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
+            torch.stack([segment.addresses for segment in segments], dim=1) if segments else [],
+            [of_front if layer < frame.fused_layers else len(segments) for layer in range(last + 1)],
+        )
+        return True
+
+    def _fill(self, places: Places, frame: ActiveRows, inputs: Inputs, size: int) -> None:
+        """Copies a step's rows to the fixed tensors; rows that pad write no KV and see no keys."""
+        rows, count = frame.rows, frame.num_rows
+        num_reqs = len(frame.step.starts) - 1
+        assert inputs.input_ids is not None
+        torch.index_select(inputs.input_ids, 0, rows, out=places.input_ids[:count])
+        torch.index_select(inputs.positions, 0, rows, out=places.positions[:count])
+        places.query_start_loc[: num_reqs + 1].copy_(frame.query_start_loc)
+        places.query_start_loc[num_reqs + 1 :].fill_(count)
+        filled: set[Group] = set()
+        for attn, group in zip(self._blending.attns, places.groups, strict=True):
+            if group in filled:
+                continue
+            filled.add(group)
+            slot_mapping = frame.stock_slots(attn)
+            torch.index_select(slot_mapping, 0, rows, out=group.slots[:count])
+            group.slots[count:size].fill_(-1)
+            all_slots = group.all_slots[: len(slot_mapping)]
+            all_slots.copy_(slot_mapping).index_fill_(0, rows, -1)
+            group.block_table[:num_reqs].copy_(frame.stock_metadata(attn).block_table[:num_reqs])
+
+    def _replay(self, chain: Chain, frame: ActiveRows) -> None:
+        blending, count = self._blending, frame.num_rows
+        attended = frame.listener is not None or bool(frame.step.collected)
+        chain.graphs[0].replay()
+        for index, graph in enumerate(chain.graphs[1:]):
+            attn, stored = blending.attns[index], frame.fusing(index).stored
+            if attended:
+                query, key, value = (tensor[:count] for tensor in chain.stops[index])
+                blending.collect(attn.impl.blend, key, value)
+                if frame.listener is not None:
+                    query = query.clone()  # heard once stored K is in the cache
+            for each in stored:
+                each.read(index)
+            graph.replay()
+            for each in stored:
+                each.done(index)
+            if frame.listener is not None:
+                frame.listener.hear(attn.impl, attn, query, key, None)
+
+    # --- capture -------------------------------------------------------------------------------------
+
+    def _capture_all(self, frame: ActiveRows, inputs: Inputs) -> None:
+        """Captures every size, the large ones first: the others fit in their memory."""
+        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        attns = self._blending.attns
+        self._kv_cache = attns[0].kv_cache.data_ptr()
+        most = self._blending.vllm_config.scheduler_config.max_num_batched_tokens
+        sizes = [size for size in ROW_SIZES if size <= max(most, ROW_SIZES[0])]
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        collecting, self._blending.collecting = self._blending.collecting, False
+        gc.collect()
+        try:
+            self._places = self._make_places(frame, inputs, sizes[-1])
+            for size in reversed(sizes):
+                capture = Capture(self._blending, self._places, size, pool)
+                capture.run(frame, inputs, warm=True)
+                torch.cuda.synchronize()
+                with capturing_on(stream):
+                    self._chains[size] = capture.run(frame, inputs)
+        except Exception as error:  # whatever a model's ops say to a capture: it runs without
+            self._chains.clear()
+            logger.warning(
+                "vllm_blend: no CUDA graphs for steps that blend, so the host launches each of their "
+                "layers: %s",
+                error,
+            )
+            return
+        finally:
+            self._blending.collecting = collecting
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        logger.info(
+            "vllm_blend: captured blended steps of %d to %d rows as CUDA graphs in %.1f s, %.2f GiB",
+            self.sizes[0],
+            self.sizes[-1],
+            time.perf_counter() - start,
+            (free - torch.cuda.mem_get_info()[0]) / 2**30,
+        )
+
+    def _make_places(self, frame: ActiveRows, inputs: Inputs, max_rows: int) -> Places:
+        from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
+
+        attns, config = self._blending.attns, self._blending.vllm_config
+        device, max_tokens = frame.device, config.scheduler_config.max_num_batched_tokens
+        groups: dict[tuple[int, int], Group] = {}
+        of_layers = []
+        for attn in attns:
+            slots, metadata = frame.stock_slots(attn), frame.stock_metadata(attn)
+            # one group's builders may make a block table each
+            key = id(slots), metadata.block_table.data_ptr()
+            if key not in groups:
+                width = metadata.block_table.shape[1]
+                groups[key] = Group(
+                    slots.new_full((max_rows,), -1),
+                    slots.new_full((max(max_tokens, len(slots)),), -1),
+                    metadata.block_table.new_zeros(self._max_reqs, width),
+                )
+            of_layers.append(groups[key])
+        assert inputs.input_ids is not None
+        hidden_size = config.model_config.get_hidden_size()
+        dtype = config.model_config.dtype
+        return Places(
+            inputs.input_ids.new_zeros(max_rows),
+            inputs.positions.new_zeros(max_rows),
+            torch.zeros(self._max_reqs + 1, dtype=torch.int32, device=device),
+            of_layers,
+            SegmentTables(MAX_SEGMENTS, max(max_tokens, frame.step.num_rows), len(attns), device),
+            torch.zeros(max_rows, hidden_size, dtype=dtype, device=device),
+        )
+
+
+class Capture:
+    """The capture of one size.
+
+    Attention layers call it as they call a frame: there it ends a graph and begins the next one.
+    """
+
+    def __init__(self, blending: Blending, places: Places, size: int, pool: Any) -> None:
+        self._blending, self._places, self._size, self._pool = blending, places, size, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._chain = Chain([], [])
+        self._warm = False
+
+    def run(self, frame: ActiveRows, inputs: Inputs, warm: bool = False) -> Chain:
+        """Runs the model on rows that read and write nothing; ``warm``: without capturing it."""
+        self._warm = warm
+        places, size = self._places, self._size
+        try:
+            self._begin()
+            with override_forward_context(self._context(frame)):
+                hidden = inputs.stock(
+                    input_ids=places.input_ids[:size],
+                    positions=places.positions[:size],
+                    intermediate_tensors=None,
+                    inputs_embeds=None,
+                    **inputs.more,
+                )
+            places.hidden[:size].copy_(hidden)
+        finally:
+            self._end()
+        return self._chain
+
+    def before_attention(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Called by each layer's attention: cuts here, and writes stored KV."""
+        if not self._warm:
+            self._end()
+            self._chain.stops.append((unowned(query), unowned(key), unowned(value)))
+            self._begin()
+        index = impl.blend.index
+        slots = self._places.groups[index].all_slots
+        impl.fuse_segments(layer.kv_cache, self._places.tables, index, slots)
+
+    def _begin(self) -> None:
+        if not self._warm:
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads may load KV meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._graph = graph
+
+    def _end(self) -> None:
+        if self._graph is not None:
+            graph, self._graph = self._graph, None
+            graph.capture_end()
+            self._chain.graphs.append(graph)
+
+    def _context(self, frame: ActiveRows) -> ForwardContext:
+        """Of rows at the fixed places. What is derived of them belongs to the first graph."""
+        places, size = self._places, self._size
+        described: dict[tuple[int, Any], Any] = {}
+        metadata, slots = {}, {}
+        for attn, group in zip(self._blending.attns, places.groups, strict=True):
+            key = id(group), getattr(attn, "sliding_window", None)
+            if key not in described:
+                described[key] = attn.impl.at(
+                    frame.describe(attn),
+                    places.positions[:size],
+                    places.query_start_loc,
+                    group.block_table,
+                )
+                described[key].active = self
+            metadata[attn.layer_name] = described[key]
+            slots[attn.layer_name] = group.slots[:size]
+        padding = torch.arange(size, device=frame.device) >= places.query_start_loc[-1:]
+        return frame.context_of(
+            metadata,
+            slots,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            batch_descriptor=None,
+            is_padding=padding if frame.tells_padding else None,
+        )

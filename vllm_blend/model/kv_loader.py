@@ -1,0 +1,300 @@
+"""Stored KV on the step's device, layer by layer.
+
+What a kernel can read where it lies, in the GPU's own memory, stays there. All other KV (in pinned or
+pageable memory, on its way from a disk, kept in fp8) is copied through a ring of AHEAD buffers in the
+GPU's memory, on a stream of its own beside the layers' compute. Copy engines do that from host memory:
+they take no multiprocessor from the layers.
+
+Who waits for whom, always on the GPU and by events, never the host:
+
+    the first copies      for what was launched when they ``begin``: it may have written what they read
+    copies of a layer     for `done` of the layer whose buffer they overwrite
+    readers of a layer    for its copies
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_blend.core.kv import WIDEST_LOAD, StoredKV, concat_kv
+from vllm_blend.core.layers import BlockLayers, LayerKV
+from vllm_blend.core.stage_clock import StageClock
+from vllm_blend.core.step import BlendStep, StepRequest
+
+AHEAD = 3
+"""Buffers of the ring: one in use, one ready, one on its way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Consecutive stored tokens of a step.
+
+    Attributes:
+        kv: what they are a part of: its tokens ``[start, end)``.
+        position: of the first one in its prompt.
+        row: of the first one in the step.
+        addresses: of the first K and the first V of each layer on the GPU, ``[num_layers, 2]`` int64.
+        places: K and V in each buffer of the ring, ``[2, num_tokens, num_kv_heads, head_size]``; none
+            where they are read where they lie.
+    """
+
+    kv: StoredKV
+    start: int
+    end: int
+    position: int
+    row: int
+    addresses: torch.Tensor
+    places: tuple[torch.Tensor, ...] = ()
+
+    def at(self, layer: int) -> LayerKV:
+        """Its K and V on the GPU, ``[num_tokens, num_kv_heads, head_size]``; not copied."""
+        k, v = self.places[layer % AHEAD] if self.places else self._source(layer)
+        return k, v
+
+    @property
+    def in_one_block(self) -> bool:
+        """Whether it is all of a chunk whose layers are one tensor: a copy a layer brings K and V."""
+        layers = self.kv.layers
+        return (
+            isinstance(layers, BlockLayers)
+            and layers.block.is_contiguous()
+            and (self.start, self.end) == (0, layers.block.shape[2])
+            and layers.block.dtype == self.places[0].dtype
+        )
+
+    def copy(self, layer: int) -> None:
+        """Launches the copies of a layer to its buffer; waits for KV that comes late."""
+        place = self.places[layer % AHEAD]
+        k, v = self._source(layer)
+        if (both := joined(k, v)) is not None:
+            _copy(place, both)
+        else:
+            _copy(place[0], k)
+            _copy(place[1], v)
+
+    def _source(self, layer: int) -> LayerKV:
+        k, v = self.kv.layers[layer]
+        if (self.start, self.end) == (0, len(k)):
+            return k, v
+        return k[self.start : self.end], v[self.start : self.end]
+
+
+def joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """K and V as one tensor, ``[2, ...]``, where V lies right behind K in the same memory."""
+    if (
+        k.is_contiguous()
+        and v.is_contiguous()
+        and k.dtype == v.dtype
+        and k.data_ptr() + k.nbytes == v.data_ptr()
+        and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    ):
+        return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
+    return None
+
+
+class StoredLayers:
+    """Stored KV of a step's requests.
+
+    On a CPU it is handed out as it is. Of KV that is still being loaded to host memory, only the layer
+    that is needed is waited for. From pinned memory the host waits for no copy.
+
+    Args:
+        requests: those with stored KV in this step.
+        device: the step's.
+        num_layers: of the model.
+        first_layer: the first whose KV will be asked for.
+        clock: measures the loads.
+        end_layer: no layer from this one on will be asked for; None: all may be.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[StepRequest],
+        device: torch.device,
+        num_layers: int,
+        first_layer: int,
+        clock: StageClock,
+        end_layer: int | None = None,
+    ) -> None:
+        self._begun = False
+        self._end = num_layers if end_layer is None else end_layer
+        self._clock, self._device, self._num_layers = clock, device, num_layers
+        self._windows: dict[StepRequest, list[Window]] = {}
+        self._on_ring: list[Window] = []
+        self._next = first_layer  # to be copied
+        if not requests or not _reads_ahead(device):
+            return
+        self._example = requests[0].windows[0][0].kv.described[first_layer][0]
+        self._stream = _copy_stream(device)
+        self._lay_out(requests)
+        if self._on_ring:
+            self._ready = [torch.cuda.Event() for _ in range(AHEAD)]
+            self._done = [torch.cuda.Event() for _ in range(AHEAD)]  # nobody waits for one not recorded
+
+    def begin(self, after: torch.cuda.Event | None = None) -> None:
+        """Starts to read, behind all that is launched by now, or by ``after``.
+
+        What little the host sends to the device for a step goes first: behind the copies of a layer it
+        would take as long as they do.
+        """
+        if self._begun or not self._on_ring:
+            return
+        self._begun = True
+        if (event := after or began(self._device)) is not None:
+            self._stream.wait_event(event)
+        if self._has(self._next):
+            self._read(self._next)
+
+    def read(self, layer: int) -> None:
+        """Lets the current stream wait for ``layer``."""
+        if self._on_ring:
+            self.begin()
+            self._read(layer)
+            self._wait(layer)
+
+    def segments(self, requests: Sequence[StepRequest]) -> list[Window] | None:
+        """All that they have stored, to be read with loads as wide as they come; None: no GPU can."""
+        if not self._windows or self._example.shape[-1] * self._example.element_size() % WIDEST_LOAD:
+            return None
+        return [window for request in requests for window in self._windows[request]]
+
+    def old_kv(self, request: StepRequest, layer: int) -> LayerKV:
+        """K and V of the request's ``chunk_rows``; of the first layer, or one that is read ahead.
+
+        To be read on the current stream, and before the layer is ``done``.
+        """
+        windows = self._windows.get(request)
+        if windows is None:
+            with self._clock.stage("load"):
+                k, v = (x.to(request.device) for x in request.old_kv(layer))
+                return k, v
+        self.read(layer)
+        return concat_kv([window.at(layer) for window in windows])
+
+    def done(self, layer: int) -> None:
+        """To be called once all that reads ``layer`` is launched: its buffer is free after that, and is
+        given to another layer."""
+        if self._on_ring:
+            self._done[layer % AHEAD].record(torch.cuda.current_stream(self._device))
+            self._read_ahead(layer + 1, layer + 1 + AHEAD)
+
+    def _lay_out(self, requests: Sequence[StepRequest]) -> None:
+        """Finds each window's place: where it lies, or in the ring."""
+        found = [(request, *window) for request in requests for window in request.windows]
+        lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
+        rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
+        # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
+        size = (AHEAD, 2 * rows, *self._example.shape[1:])
+        with torch.cuda.stream(self._stream):  # memory that no layer in flight still uses
+            self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
+        self._ring.record_stream(torch.cuda.current_stream(self._device))
+        row = 0
+        for (request, span, lo, hi), at in zip(found, lies_at, strict=True):
+            places: tuple[torch.Tensor, ...] = ()
+            if at is None:
+                part = self._ring[:, row : row + 2 * (hi - lo)]
+                places = tuple(part.unflatten(1, (2, hi - lo)))
+                row += 2 * (hi - lo)
+                buffers = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in places])
+                at = buffers[torch.arange(self._num_layers) % AHEAD]
+            window = Window(
+                span.kv,
+                start=lo - span.start,
+                end=hi - span.start,
+                position=lo,
+                row=request.row + lo - request.position,
+                addresses=at,
+                places=places,
+            )
+            self._windows.setdefault(request, []).append(window)
+            if places:
+                self._on_ring.append(window)
+        self._fast = [window for window in self._on_ring if window.in_one_block]
+        self._others = [window for window in self._on_ring if not window.in_one_block]
+        self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]
+
+    def _has(self, layer: int) -> bool:
+        """Whether a layer is there to be copied."""
+        return all(window.kv.has(layer) for window in self._on_ring)
+
+    def _read_ahead(self, first: int, end: int) -> None:
+        """Reads those of the layers that are there."""
+        for layer in range(max(self._next, first), min(end, self._end)):
+            if not self._has(layer):
+                return
+            self._read(layer)
+
+    def _read(self, layer: int) -> None:
+        """Launches the copies of a layer, if they are not yet."""
+        if not self._next <= layer < self._end:
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._done[layer % AHEAD])
+            with self._clock.stage("load"):
+                if self._fast:  # a call for all of them: calls are what takes the host's time
+                    sources = [w.kv.layers.block[layer] for w in self._fast]  # type: ignore[attr-defined]
+                    _copy_all(self._targets[layer % AHEAD], sources)
+                for window in self._others:
+                    window.copy(layer)
+            self._ready[layer % AHEAD].record(self._stream)
+        self._next = layer + 1
+
+    def _wait(self, layer: int) -> None:
+        """Lets the current stream wait for the copies of a layer."""
+        assert self._next - AHEAD <= layer < self._next, f"layer {layer} is not in the ring"
+        torch.cuda.current_stream(self._device).wait_event(self._ready[layer % AHEAD])
+
+
+class InFlight:
+    """Keeps steps' stored KV until the GPU has read it.
+
+    Nothing else knows when it has: of an aborted request every reference is gone at once, and the store
+    gives memory of chunks that nobody holds to others.
+    """
+
+    def __init__(self) -> None:
+        self._kv: deque[tuple[torch.cuda.Event, list[StoredKV]]] = deque()
+
+    def hold(self, step: BlendStep, device: torch.device) -> None:
+        """To be called when all of the step's reads are launched."""
+        self.release()
+        kv = [span.kv for request in step.blended for span, _, _ in request.windows]
+        if kv:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_stream(_copy_stream(device))
+            self._kv.append((stream.record_event(), kv))
+
+    def release(self) -> None:
+        """Lets go of what is read; does not wait."""
+        while self._kv and self._kv[0][0].query():
+            self._kv.popleft()
+
+
+def began(device: torch.device) -> torch.cuda.Event | None:
+    """All that is launched by now; None where nothing is read ahead."""
+    return torch.cuda.current_stream(device).record_event() if _reads_ahead(device) else None
+
+
+def _reads_ahead(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

@@ -1,0 +1,163 @@
+"""Attention from the question's tokens to the chunks' tokens.
+
+``Questions`` sums it over some layers, in a pass of the model's own forward over the tokens that no
+chunk holds, with the chunks' stored KV in the paged cache; the pass ends with the last of those layers.
+That the question tells which tokens to recompute is the point of ProphetKV and FusionRAG.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_blend.core.step import StepRequest
+from vllm_blend.core.tensor_parallel import all_reduce_sum
+from vllm_blend.model.select.question import MAX_ASKED, attention_received, num_asked
+
+if TYPE_CHECKING:
+    from vllm_blend.model.active_rows import ActiveRows
+
+
+ASKED_DEPTH = 1 / 3, 2 / 3
+"""Which layers are asked: those in the middle third of the model's depth (docs/quality.md)."""
+
+
+def asked_layers(num_layers: int) -> range:
+    """The layers that are asked; the pass ends with the last of them."""
+    first, end = (int(depth * num_layers) for depth in ASKED_DEPTH)
+    return range(first, max(end, first + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class QuestionRows:
+    """A request's question in a pass over its own rows.
+
+    Attributes:
+        first: which of the pass's rows is the request's first; ``count``: how many it has.
+        index: of the request in the step.
+        rows: the question's last ones, ``[MAX_ASKED]`` int64; padded with the last.
+        last_keys: last key that each sees, ``[MAX_ASKED]`` int64; -1: it only pads.
+        total: what positions of the prompt receive, ``[num_positions]`` float32.
+    """
+
+    request: StepRequest
+    first: int
+    count: int
+    index: int
+    rows: torch.Tensor
+    last_keys: torch.Tensor
+    total: torch.Tensor
+
+
+class LastLayerHeard(Exception):
+    """Ends a forward of the model once the last layer that is asked was heard."""
+
+
+class Questions:
+    """Hears what each layer's queries give to the keys (``model/active_rows.py``, ``Listener``).
+
+    Args:
+        frame: the rows of the pass: of ``requests`` those that no chunk holds.
+        requests: in the step's order.
+        layers: that are asked; the pass ends with the last of them.
+    """
+
+    def __init__(self, frame: ActiveRows, requests: Sequence[StepRequest], layers: range) -> None:
+        self._frame, self._layers = frame, layers
+        self._asked: list[QuestionRows] = []
+        first = 0
+        for request in requests:
+            count = request.num_rows - request.num_chunk_rows
+            asked, end = num_asked(request), first + count - (request.end - request.prompt_end)
+            rows = torch.arange(end - asked, end - asked + MAX_ASKED).clamp_(max=end - 1)
+            last_keys = torch.full((MAX_ASKED,), -1)
+            last_keys[:asked] = torch.arange(request.prompt_end - asked, request.prompt_end)
+            self._asked.append(
+                QuestionRows(
+                    request,
+                    first,
+                    count,
+                    bisect_right(frame.step.starts, request.row) - 1,
+                    _to(rows, frame.device),
+                    _to(last_keys, frame.device),
+                    torch.zeros(request.end, device=frame.device),
+                )
+            )
+            first += count
+
+    def hear(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
+    ) -> None:
+        if impl.blend.index in self._layers:
+            self._hear(impl, layer, query, key, stored_k)
+        if impl.blend.index == self._layers[-1]:
+            raise LastLayerHeard
+
+    def _hear(
+        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
+    ) -> None:
+        query = query.view(len(query), -1, impl.head_size)
+        softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
+        window = layer.sliding_window or 0
+        if hasattr(impl, "caches"):
+            from vllm_blend.ops.received_attention import run as received_attention  # needs Triton
+
+            key_cache, _ = impl.caches(layer.kv_cache)
+            block_table = self._frame.stock_metadata(layer).block_table
+            for asked in self._asked:
+                received_attention(
+                    query.index_select(0, asked.rows),
+                    key_cache,
+                    block_table[asked.index],
+                    asked.last_keys,
+                    asked.total,
+                    scale=impl.scale,
+                    sliding_window=window,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
+            return
+        start = 0
+        for asked in self._asked:
+            request, own = asked.request, slice(asked.first, asked.first + asked.count)
+            stored = stored_k[start : start + request.num_chunk_rows]
+            start += request.num_chunk_rows
+            real = asked.last_keys >= 0
+            positions = self._frame.positions[own]
+            chunk = request.chunk_rows - request.row + request.position
+            k = torch.cat([stored, key[own].view(len(positions), *stored.shape[1:])])
+            at = torch.cat([chunk, positions])
+            if request.position:
+                table = self._frame.stock_metadata(layer).block_table[asked.index]
+                k = torch.cat([impl.cached_keys(layer, table, request.position), k])
+                at = torch.cat([torch.arange(request.position), at])
+            got = attention_received(
+                query[asked.rows[real]],
+                k,
+                asked.last_keys[real],
+                at,
+                impl.scale,
+                window,
+                softcap,
+                sinks,
+            )
+            asked.total.index_add_(0, at, got)
+
+    def received(self) -> dict[StepRequest, torch.Tensor]:
+        """What the chunk rows of each request got, over layers and ranks, ``[num_chunk_rows]``."""
+        found = {}
+        for asked in self._asked:
+            request = asked.request
+            rows = request.chunk_rows - request.row + request.position
+            found[request] = all_reduce_sum(asked.total[rows])
+        return found
+
+
+def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,364 @@
+"""Can this model blend? Two probes on the loaded weights decide, layer by layer, before any request.
+
+    shift      a prompt at its positions, and again at later ones: each layer's K must be turned by one
+               of the model's rotary modules ("rope"), or stay as it is ("nope"), and the last hidden
+               state must not move
+    identity   the prompt's exact KV, with some of its rows chosen at random and computed again, must
+               give full prefill's last hidden state; the same KV seven tokens off must not
+
+They run through vLLM's own runner, on blocks that nobody uses yet. What was found is kept in vLLM's
+cache folder, so the next start of the same model takes no time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_blend import __version__
+from vllm_blend.attention.rotation import Rotation, rotations_in
+from vllm_blend.compat.version import vllm_version
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.layers import LayerKV
+from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
+from vllm_blend.core.settings import BlendSettings
+from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
+from vllm_blend.model.graphs import RowGraphs
+
+if TYPE_CHECKING:
+    from vllm_blend.model.blending import Blending
+
+logger = logging.getLogger("vllm.vllm_blend")
+
+PROBE_VERSION = 2
+"""Of what is kept; a new one probes every model again."""
+
+NUM_TOKENS, SHIFT, QUESTION = 256, 137, 20
+"""Of the prompt; how far it is shifted; its last tokens, which are always computed."""
+
+CONTROL = 7
+"""How many tokens off the KV is that must not give full prefill's answer."""
+
+MOVED = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.15}
+"""Largest relative error of a layer's K (the median of its tokens), and of a hidden state. Rounding is
+some ten times smaller; a wrong rotation, or a wrong position, is off by about 1."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the probes found.
+
+    Attributes:
+        refused: why the model cannot blend, or "".
+        rotations: of each layer, which of the rotations that it may have; -1: its K does not depend on
+            its position.
+        shift_error, identity_error, control_error: relative errors of the last hidden state.
+    """
+
+    refused: str = ""
+    rotations: tuple[int, ...] = ()
+    shift_error: float = 0.0
+    identity_error: float = 0.0
+    control_error: float = 0.0
+
+    def __str__(self) -> str:
+        rope = sum(index >= 0 for index in self.rotations)
+        return (
+            f"{rope} layers with RoPE, {len(self.rotations) - rope} without; the "
+            f"last hidden state moves by {self.shift_error:.1g} with shifted positions, by "
+            f"{self.identity_error:.1g} with exact KV at random rows, by {self.control_error:.1g} with "
+            "wrong KV"
+        )
+
+
+def probe(worker: Any, blending: Blending) -> str | None:
+    """Gives each layer its rotation; returns why the model cannot blend, or None.
+
+    Args:
+        worker: vLLM's, at the end of its start.
+    """
+    probing = Probing(worker, blending)
+    path = _path(blending)
+    verdict, known = _read(path), True
+    if verdict is None:
+        known = False
+        verdict = probing.run()
+        _write(path, verdict)
+    name = type(blending.inner).__name__
+    if verdict.refused:
+        return f"blending does not support {name}: {verdict.refused}"
+    probing.give(verdict.rotations)
+    probing.capture()
+    logger.info("vllm_blend: %s blends%s: %s.", name, " (probed before)" if known else "", verdict)
+    return None
+
+
+class Probing:
+    """The probes of one model.
+
+    Args:
+        worker: vLLM's.
+        blending: of its model.
+    """
+
+    def __init__(self, worker: Any, blending: Blending) -> None:
+        self._worker, self._blending = worker, blending
+        config = blending.vllm_config
+        longest = config.model_config.max_model_len
+        budget = config.scheduler_config.max_num_batched_tokens
+        self._num_tokens = min(NUM_TOKENS, longest // 2, budget)
+        self._shift = min(SHIFT, longest - self._num_tokens - 1)
+        self._dtype = config.model_config.dtype
+        self._tolerance = MOVED.get(self._dtype, 0.15)
+        self._device = torch.device(worker.device)
+        self._known: dict[int, list[Rotation]] = {}
+        generator = torch.Generator().manual_seed(0)
+        vocab = config.model_config.get_vocab_size()
+        self._ids = torch.randint(vocab, (self._num_tokens,), generator=generator).tolist()
+
+    def run(self) -> Verdict:
+        """Probes the model."""
+        here, expected = self._collect(0)
+        there, shifted = self._collect(self._shift)
+        found, worst = [], ""
+        for index, (k, moved) in enumerate(zip(here, there, strict=True)):
+            rotation, errors = self._kind(index, k[0], moved[0])
+            if all_reduce_min([int(rotation is not None)]) == [0]:
+                worst = worst or (
+                    f"layer {index}'s K moves with its position otherwise than any rotary module of "
+                    f"the model turns it (off by {min(errors):.2g}, allowed {self._tolerance})"
+                )
+            found.append(-1 if rotation is None else rotation)
+        if worst:
+            return Verdict(worst)
+        shift_error = relative_error(shifted, expected)
+        if not shift_error < self._tolerance:
+            return Verdict(
+                f"its answer depends on where a prompt's positions begin (the last hidden state moves "
+                f"by {shift_error:.2g}, allowed {self._tolerance})"
+            )
+        self.give(found)
+        kv = self._stored(here)
+        identity = relative_error(self._blend(kv), expected)
+        wrong = [(k.roll(CONTROL, 0), v.roll(CONTROL, 0)) for k, v in kv]
+        control = relative_error(self._blend(wrong), expected)
+        verdict = Verdict("", tuple(found), shift_error, identity, control)
+        if not identity < self._tolerance:
+            return Verdict(
+                f"with exact KV and random rows its last hidden state is off by {identity:.2g} "
+                f"(allowed {self._tolerance})"
+            )
+        if not control > 2 * identity:
+            return Verdict(
+                f"wrong KV moves its last hidden state no more than exact KV does ({control:.2g} and "
+                f"{identity:.2g}), so stored KV is not what its layers attend to"
+            )
+        return verdict
+
+    def give(self, rotations: Sequence[int]) -> None:
+        """Gives each layer the rotation that was found."""
+        for index, (attn, which) in enumerate(zip(self._blending.attns, rotations, strict=True)):
+            attn.impl.blend.rotation = self._none if which < 0 else self._candidates(index)[which]
+
+    def capture(self) -> None:
+        """Captures steps on rows as CUDA graphs, where the engine uses them; with exact KV they must
+        give full prefill's last hidden state, or they are dropped."""
+        blending = self._blending
+        graphs = RowGraphs.of(blending)
+        if graphs is None:
+            return
+        here, expected = self._collect(0)
+        blending.graphs, graphs.wanted = graphs, True
+        error = relative_error(self._blend(self._stored(here)), expected)
+        if all_reduce_min([int(bool(graphs.sizes) and error < self._tolerance)]) == [0]:
+            blending.graphs = None
+            if graphs.sizes:
+                logger.warning(
+                    "vllm_blend: blended steps run without CUDA graphs, from which the last hidden "
+                    "state is off by %.2g with exact KV (allowed %s)",
+                    error,
+                    self._tolerance,
+                )
+
+    def _stored(self, collected: Sequence[LayerKV]) -> list[LayerKV]:
+        """Collected KV without its positions."""
+        at = self._positions()
+        return [(self._rotation(i).undo(k, at), v) for i, (k, v) in enumerate(collected)]
+
+    @property
+    def _none(self) -> Rotation:
+        longest = self._blending.vllm_config.model_config.max_model_len
+        return Rotation.none(longest, self._dtype, self._device)
+
+    def _rotation(self, index: int) -> Rotation:
+        found: Rotation = self._blending.attns[index].impl.blend.rotation
+        return found
+
+    def _positions(self) -> torch.Tensor:
+        return torch.arange(self._num_tokens, device=self._device)
+
+    def _candidates(self, index: int) -> list[Rotation]:
+        """Rotations that a layer may have."""
+        blending = self._blending
+        return list(
+            rotations_in(
+                blending.owners[index],
+                blending.model,
+                blending.kv_shape.head_size,
+                blending.vllm_config.model_config.max_model_len,
+                torch.empty(0, dtype=self._dtype, device=self._device),
+                self._known,
+            )
+        )
+
+    def _kind(self, index: int, k: torch.Tensor, moved: torch.Tensor) -> tuple[int | None, list[float]]:
+        """Which rotation takes K here to K there: -1: none; None: no rotation of the model does."""
+        here = self._positions()
+        errors = [token_error(k, moved)]
+        if errors[0] >= self._tolerance / 10:  # else it stays as it is
+            for rotation in self._candidates(index):
+                turned = rotation.rotate(rotation.undo(k, here), here + self._shift)
+                errors.append(token_error(turned, moved))
+                if errors[-1] < self._tolerance / 10:
+                    break
+        best = min(range(len(errors)), key=errors.__getitem__)
+        return (best - 1 if errors[best] < self._tolerance else None), errors
+
+    def _collect(self, shift: int) -> tuple[list[LayerKV], torch.Tensor]:
+        """K as attention writes it and V of each layer, and the last hidden state."""
+        plan = CollectPlan(num_prompt_tokens=self._num_tokens, as_written=True)
+        self._blending.shift = shift
+        try:
+            hidden = self._run(plan)
+        finally:
+            self._blending.shift = 0
+        return plan.kv, hidden
+
+    def _blend(self, kv: Sequence[LayerKV]) -> torch.Tensor:
+        """The last hidden state with some rows computed again, and ``kv`` for the others."""
+        start, end = 3, self._num_tokens - QUESTION
+        spans = (ChunkSpan(start, StoredKV(tuple((k[start:end], v[start:end]) for k, v in kv))),)
+        return self._run(BlendPlan(spans, BlendSettings(policy="random")))
+
+    def _run(self, plan: BlendPlan | CollectPlan) -> torch.Tensor:
+        """Prefills the prompt with ``plan``; returns its last hidden state, ``[hidden_size]``."""
+        hidden: list[torch.Tensor] = []
+        self._blending.watch = lambda output: hidden.append(output[self._num_tokens - 1].clone())
+        try:
+            with self._request(plan) as outputs:
+                for output in outputs:
+                    self._worker.execute_model(output)
+                    self._worker.sample_tokens(None)
+        finally:
+            self._blending.watch = None
+        (last,) = hidden
+        return last
+
+    @contextmanager
+    def _request(self, plan: BlendPlan | CollectPlan) -> Iterator[list[Any]]:
+        """What vLLM's scheduler says to prefill the prompt in one step; forgets it in the end."""
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+        request_id = "vllm_blend-probe"
+        groups = self._worker.model_runner.kv_cache_config.kv_cache_groups
+        first, block_ids = 1, []  # block 0 is nobody's
+        for group in groups:
+            count = -(-(self._num_tokens + 1) // group.kv_cache_spec.block_size)
+            block_ids.append(list(range(first, first + count)))
+            first += count
+        params = SamplingParams(
+            max_tokens=1, temperature=0, detokenize=False, extra_args={EXTRA_ARG: plan}
+        )
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=request_id,
+                prompt_token_ids=self._ids,
+                mm_features=[],
+                sampling_params=params,
+                pooling_params=None,
+                block_ids=tuple(block_ids),
+                num_computed_tokens=0,
+                lora_request=None,
+                prefill_token_ids=self._ids,
+            )
+        ]
+        output.num_scheduled_tokens = {request_id: self._num_tokens}
+        output.total_num_scheduled_tokens = self._num_tokens
+        output.num_common_prefix_blocks = [0] * len(groups)
+        yield [output]
+        ended = SchedulerOutput.make_empty()
+        ended.finished_req_ids = {request_id}
+        self._worker.execute_model(ended)
+
+
+def token_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The median over tokens of ``|found - expected| / |expected|``: a few experts that rounding has
+    made others do not count."""
+    found, expected = found.float().flatten(1), expected.float().flatten(1)
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
+    return float(error.median())
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """``|found - expected| / |expected|``, NaN counted as infinite."""
+    error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+    return error if error == error else float("inf")
+
+
+# --- what is kept ------------------------------------------------------------------------------------
+
+
+def _path(blending: Blending) -> Path:
+    """Where the verdict is kept: by everything that it may depend on."""
+    from vllm import envs
+
+    config = blending.vllm_config
+    model = config.model_config
+    said = [
+        PROBE_VERSION,
+        __version__,
+        vllm_version(),
+        model.hf_config.to_json_string(use_diff=False),
+        str(model.dtype),
+        model.max_model_len,
+        str(model.quantization),
+        num_ranks(),
+        sorted({attn.attn_backend.get_name() for attn in blending.attns}),
+        str(config.compilation_config.mode),
+        type(blending.inner).__name__,
+    ]
+    digest = sha256(json.dumps(said, default=str).encode()).hexdigest()[:32]
+    return Path(envs.VLLM_CACHE_ROOT) / "vllm_blend" / "probes" / f"{digest}.json"
+
+
+def _read(path: Path) -> Verdict | None:
+    """What was found before; None: nothing, or it cannot be read."""
+    found: Verdict | None = None
+    try:
+        values = json.loads(path.read_text())
+        found = Verdict(**(values | {"rotations": tuple(values["rotations"])}))
+    except (OSError, ValueError, TypeError, KeyError):
+        found = None
+    # all ranks probe, or none
+    return found if all_reduce_min([int(found is not None)]) == [1] else None
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    """Keeps a verdict; a folder that cannot be written to is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{id(verdict)}")
+        part.write_text(json.dumps(asdict(verdict)))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("vllm_blend: what the probes found could not be kept: %s", error)

@@ -1,0 +1,105 @@
+"""Rows first: the model's own forward on the rows that were chosen before it.
+
+rows     every token that no stored KV stands for, and the chunk tokens that the policy chose
+step     input_ids[rows], positions[rows], a forward context that describes those rows in every
+         layer -> the model's own forward, compiled or not; from CUDA graphs on a GPU
+         (model/graphs.py)
+layers   each attention op writes stored K, rotated to its place, and V to the slots that no row
+         takes; then the rows attend over the paged cache
+output   hidden states back at their places among all rows, for vLLM's runner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import override_forward_context
+
+from vllm_blend.core.step import StepRequest
+from vllm_blend.core.tensor_parallel import broadcast_rank0, num_ranks
+from vllm_blend.model.active_rows import ActiveRows
+from vllm_blend.model.select import early
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What vLLM's runner calls the model with, for all rows of a step.
+
+    Attributes:
+        stock: the model's own forward.
+        positions: ``[num_tokens]``, padding included.
+        more: other arguments of the model.
+    """
+
+    stock: Callable[..., Any]
+    input_ids: torch.Tensor | None
+    positions: torch.Tensor
+    intermediate_tensors: Any
+    inputs_embeds: torch.Tensor | None
+    more: dict[str, Any]
+
+    def run(self) -> torch.Tensor:
+        """The model's forward of all rows."""
+        return self._run(self.input_ids, self.positions, self.inputs_embeds)
+
+    def run_on(self, frame: ActiveRows, attns: Sequence[Any]) -> torch.Tensor:
+        """The model's forward of a frame's rows, ``[num_rows, hidden_size]``, without CUDA graphs."""
+        inputs = [
+            None if tensor is None else tensor[frame.rows]
+            for tensor in (self.input_ids, self.inputs_embeds)
+        ]
+        changes = dict(
+            cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None, is_padding=None
+        )
+        with override_forward_context(frame.context(attns, **changes)):
+            return self._run(inputs[0], frame.positions, inputs[1])
+
+    def _run(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        hidden: torch.Tensor = self.stock(
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=self.intermediate_tensors,
+            inputs_embeds=inputs_embeds,
+            **self.more,
+        )
+        return hidden
+
+
+@contextmanager
+def placed(target: torch.Tensor | None, values: torch.Tensor | None) -> Iterator[None]:
+    """While it lasts, ``target`` begins with ``values``."""
+    if target is None or values is None:
+        yield
+        return
+    place = target[: len(values)]
+    before = place.clone()
+    place.copy_(values)
+    try:
+        yield
+    finally:
+        place.copy_(before)
+
+
+def scattered(frame: ActiveRows, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none are computed."""
+    output = hidden.new_zeros(num_tokens, hidden.shape[1])
+    return output.index_copy_(0, frame.rows, hidden)
+
+
+def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
+    """Which of the request's ``chunk_rows`` are computed, ``[num_chosen]`` int64, ascending.
+
+    On the host, which knows the scores; on the device where the question was asked.
+    """
+    chosen = early.choose(request, received)
+    return chosen if num_ranks() == 1 else broadcast_rank0(chosen.to(request.device))

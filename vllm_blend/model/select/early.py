@@ -1,0 +1,106 @@
+"""The choice of rows before layer 0: by what is known of a request without running any of it, and by
+what its question attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from vllm_blend.core.plans import BlendPlan, ChunkSpan
+from vllm_blend.core.settings import num_kept
+from vllm_blend.core.static_scores import Window, static_scores
+from vllm_blend.core.step import StepRequest
+from vllm_blend.model.select.policies import make_policy
+
+
+class EarlyCandidates:
+    """What a policy may look at before layer 0; names are those of ``model/select/check_layer.py``.
+
+    The candidates are the tokens of ``windows``.
+
+    Args:
+        windows: of one request, ascending.
+        received: what they get of the question's attention, ``[num_candidates]`` float32; None: the
+            question was not asked.
+        device: of what is returned.
+    """
+
+    def __init__(
+        self, windows: Sequence[Window], received: torch.Tensor | None, device: torch.device
+    ) -> None:
+        self._windows, self._device = windows, device
+        self.attention_ahead = received
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Prompt position of each candidate, ``[num_candidates]`` int64."""
+        return self._joined([torch.arange(start, end) for _, start, end in self._windows])
+
+    @cached_property
+    def place_in_chunk(self) -> torch.Tensor:
+        """How many tokens of its own chunk stand before each candidate, ``[num_candidates]`` int64."""
+        return self._joined(
+            [torch.arange(start - span.start, end - span.start) for span, start, end in self._windows]
+        )
+
+    @cached_property
+    def stale(self) -> torch.Tensor:
+        """Where recomputing changes anything at all, ``[num_candidates]`` bool."""
+        return self._joined(
+            [torch.full((end - start,), not span.exact) for span, start, end in self._windows]
+        )
+
+    @cached_property
+    def static(self) -> torch.Tensor:
+        """Scores kept with the chunks, ``[num_candidates]`` float32."""
+        return self._joined([static_scores(self._windows)])
+
+    @property
+    def fallback(self) -> torch.Tensor:
+        """Scores where the question cannot be asked: ``static``."""
+        return self.static
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        both = torch.cat(list(parts))
+        if self._device.type != "cuda":
+            return both
+        return both.pin_memory().to(self._device, non_blocking=True)
+
+
+def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
+    """Which of the request's ``chunk_rows`` are recomputed, ascending, ``[num_chosen]`` int64.
+
+    Where the question was asked, the ratio's share of this window's, on the device. Else of the whole
+    prompt's, however it is cut into windows, on the host.
+    """
+    settings, plan = request.settings, request.plan
+    if received is not None:
+        view = EarlyCandidates(request.windows, received, request.device)
+        count = num_kept(settings.last_ratio, request.num_chunk_rows)
+        return make_policy(settings).rows(view, count)
+    if not isinstance(plan, BlendPlan):
+        return torch.empty(0, dtype=torch.int64)
+    if "chosen" not in plan.made:
+        windows = [(span, span.start, span.end) for span in plan.spans]
+        view = EarlyCandidates(windows, None, torch.device("cpu"))
+        total = sum(end - start for _, start, end in windows)
+        plan.made["chosen"] = make_policy(settings).rows(view, num_kept(settings.last_ratio, total))
+    return among(plan.made["chosen"], plan.spans, request)
+
+
+def among(chosen: torch.Tensor, spans: Sequence[ChunkSpan], request: StepRequest) -> torch.Tensor:
+    """Those of a prompt's chosen chunk tokens that a request's window holds.
+
+    Args:
+        chosen: ascending, as indices into the tokens of ``spans``.
+
+    Returns:
+        Indices into the request's ``chunk_rows``.
+    """
+    if request.num_chunk_rows == sum(span.end - span.start for span in spans):
+        return chosen
+    before = sum(max(0, min(span.end, request.position) - span.start) for span in spans)
+    first, end = torch.searchsorted(chosen, torch.tensor([before, before + request.num_chunk_rows]))
+    return chosen[first:end] - before

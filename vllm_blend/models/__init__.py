@@ -1,1 +1,0 @@
-"""Patched model classes: vLLM's own, with the blend path added around their layers."""

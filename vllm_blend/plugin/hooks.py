@@ -1,0 +1,245 @@
+"""Every method of vLLM that is wrapped: what, why, and when it can go.
+
+vLLM is patched through its registries where it has them. What is left is here:
+
+``GPUModelRunner._model_forward``   wrapped, so that a step knows which rows belong to which request.
+    vLLM documents the method as overridable, but offers no way to name a runner class.
+    Goes when the V1 runner has a per-model state hook, as the V2 runner does (``step_requests.py``).
+``ModelRegistry.resolve_model_cls``   wrapped, so that any model is built as a subclass that can blend.
+    Registering each architecture anew would do it too, but vLLM then inspects each in a new process.
+    Goes when plugins may be handed the model that vLLM has built.
+``Worker.compile_or_warm_up_model``   wrapped, so that the model is probed before the first request.
+    Goes when plugins may run at the end of an engine's start.
+``InputProcessor.process_inputs``   wrapped, so that a plan is checked before its request is queued, and
+    the request gets a cache salt before its blocks are hashed.
+    Goes when vLLM has an admission hook for plugins.
+``EngineArgs.create_engine_config``   wrapped, so that an engine that is to blend gets its scheduler
+    class, and one that cannot is refused before its model loads.
+    Goes when plugins may amend an engine's configuration.
+``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
+    Goes when an engine's plugin can send figures of its own to the API server's metrics.
+``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
+    model's process can tell each other what they must know (``server/messages.py``).
+    Goes when vLLM's messages between them have room for a plugin's data.
+
+What is read, and what only engines on CUDA need, is in ``compat/``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+from collections.abc import Callable
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm_blend.compat import cuda
+from vllm_blend.compat.engine_access import model_of, register_model
+from vllm_blend.compat.support import report_unsupported, why_unsupported
+from vllm_blend.core.cache_fuse_metadata import flagged_plan
+from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
+from vllm_blend.plugin.step_requests import plan_step
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.frontend.admission import admit as admit_wish
+from vllm_blend.server.frontend.admission import check_can_blend, count_reports
+from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_blend.model.blending import Blending
+
+logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
+
+
+def install_front_hooks() -> None:
+    """In every process: the admission of requests, marked chunks, what was reused, a backend's name."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    _wrap(EngineArgs, "create_engine_config", _configure)
+    _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
+    _wrap(InputProcessor, "process_inputs", _admit)
+    _wrap(OutputProcessor, "process_outputs", _count_reports)
+    # not by register(), which warns of every replacement
+    RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.frontend.renderer", "BlendRenderer")
+    cuda.register_xformers()
+
+
+def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
+    """In the model's process: the runner's forward, the worker's outputs, the end of its start."""
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    register_model(vllm_config, blending)
+    _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
+    for name in ("execute_model", "sample_tokens"):
+        _wrap(Worker, name, _with_messages)
+    workers: list[Any] = [Worker]
+    if current_platform.is_cpu():  # on a GPU its import stands in for parts of torch
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        workers.append(CPUWorker)
+    for worker in workers:
+        _wrap(worker, "compile_or_warm_up_model", _probe)
+    _wrap(GPUModelRunnerV2, "gather_batch_req_state", cuda.keep_plans_off_decode_graphs)
+
+
+def _wrap(owner: type, name: str, around: Any) -> None:
+    stock = getattr(owner, name)
+    if getattr(stock, "vllm_blend", False):
+        return
+
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(stock, self, *args, **kwargs)
+
+    method.vllm_blend = True  # type: ignore[attr-defined]
+    setattr(owner, name, method)
+
+
+def _blendable(stock: Any, registry: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class that a model is built of, with a blend path."""
+    from vllm_blend.plugin.attach import blendable
+
+    model_class, architecture = stock(registry, *args, **kwargs)
+    return blendable(model_class, install_model_hooks), architecture
+
+
+def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Probes the model once the engine is about to serve."""
+    from vllm_blend.model.probe import probe
+
+    result = stock(worker, *args, **kwargs)
+    blending = model_of(worker.vllm_config)
+    if blending is not None and blending.unsupported is None:
+        blending.unsupported = probe(worker, blending)
+        if blending.unsupported is not None:
+            report_unsupported(worker.vllm_config, blending.unsupported)
+    return result
+
+
+def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives an engine that is to blend its scheduler, or refuses the start with the reason."""
+    config = stock(engine_args, *args, **kwargs)
+    settings = ServerSettings.of(config)
+    if settings is None:
+        return config
+    settings.blend.check_architecture([config.model_config.architecture])
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is not None:
+        reason: str | None = (
+            f"blending brings its own scheduler; leave out scheduler_cls={scheduler.scheduler_cls}"
+        )
+    else:
+        reason = why_unsupported(config)
+    if reason is not None:
+        report_unsupported(config, reason)
+    name = "BlendAsyncScheduler" if scheduler.async_scheduling else "BlendSyncScheduler"
+    scheduler.scheduler_cls = f"vllm_blend.server.scheduler.scheduler.{name}"
+    return config
+
+
+def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives a new request its plan or its wish, or refuses it with ValueError before it is queued."""
+    request = stock(processor, *args, **kwargs)
+    params = request.sampling_params
+    if params is None:
+        return request
+    plan = (params.extra_args or {}).get(EXTRA_ARG)
+    blending = model_of(processor.vllm_config)
+    if blending is not None and blending.unsupported is None and plan is None:
+        length = len(request.prompt_token_ids or ())
+        flags, old_kvs = blending.cache_fuse_metadata, blending.inner.old_kvs
+        plan = flagged_plan(flags, old_kvs, length, blending.kv_shape)
+    if isinstance(plan, BlendPlan | CollectPlan):
+        _admit_plan(request, plan, blending)
+    else:
+        prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
+        admit_wish(processor.vllm_config, request, plan, prompt)
+    return request
+
+
+def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending | None) -> None:
+    params = request.sampling_params
+    if blending is None or blending.unsupported is not None:
+        raise ValueError(blending.unsupported if blending else "this engine's model cannot blend")
+    check_can_blend(request)
+    plan.check(request.prompt_token_ids, blending.kv_shape)
+    if isinstance(plan, BlendPlan) and blending.loop is None:
+        plan.settings.check_architecture([type(blending.model).__name__.removeprefix("Blend")])
+    params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
+    if isinstance(plan, CollectPlan):
+        params.skip_reading_prefix_cache = True  # else only the tail would be computed
+    else:
+        # approximate KV must not be found by an exact request through the prefix cache
+        request.cache_salt = f"{request.cache_salt or ''}blend-{uuid.uuid4().hex}"
+
+
+def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Takes the engine's figures from the outputs, but where the client asked for them."""
+    count_reports(outputs)
+    return stock(processor, outputs, *args, **kwargs)
+
+
+def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs one forward step, with the step's plan on the model if any request has one."""
+    blending = model_of(runner.vllm_config)
+    if blending is None or blending.unsupported is not None:
+        return stock(runner, *args, **kwargs)
+    blending.step = plan_step(runner, blending)
+    try:
+        return stock(runner, *args, **kwargs)
+    finally:
+        blending.step = None  # it holds stored KV
+
+
+def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the scheduler's commands before a step, and sends events with its output."""
+    blending = model_of(worker.vllm_config)
+    if blending is not None and args:
+        blending.chunks.apply(WorkerCommands.of(args[0]))
+    output = stock(worker, *args, **kwargs)
+    if blending is None or output is None:
+        return output
+    events = _events(blending)
+    return output if events is None else add_events(output, events)
+
+
+def _events(blending: Blending) -> Callable[[], WorkerEvents] | None:
+    """What the scheduler is to know of a step, to be called once the step has ended."""
+    clocks = blending.take_clocks()
+    collected: WorkerEvents | None = blending.chunks.collect_events()
+    if collected is None and not clocks:
+        return None
+
+    def events() -> WorkerEvents:
+        found = collected or WorkerEvents()
+        for clock in clocks:
+            found.seconds |= clock.seconds()
+        return found
+
+    return events
+
+
+def add_events(output: Any, events: Callable[[], WorkerEvents]) -> Any:
+    """The output of a step with its events, which are asked for once the step has ended."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    if not isinstance(output, AsyncModelRunnerOutput):
+        output = copy(output)  # vLLM may hand out one and the same empty output
+        setattr(output, EVENTS, events())
+        return output
+    stock = output.get_output
+
+    def get_output() -> Any:
+        return add_events(stock(), events)
+
+    output.get_output = get_output
+    return output

@@ -1,0 +1,1 @@
+"""What the engine asks of itself: the calibration, chunks that were missed."""

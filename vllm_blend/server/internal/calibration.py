@@ -1,0 +1,197 @@
+"""What prefills take on this engine, measured at start-up, and what that decides for a request.
+
+On random tokens, with the engine itself: a prefill whose KV is kept, then prefills of three lengths, in
+full and blended at two ratios. Each is run once more than it counts, since the first of a shape may
+compile. From these times and those of the store's loads the controller decides, for each request, which
+chunks to wait for and at which ratio to blend (``store/controller.py``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from vllm_blend.core.plans import ChunkKey, CollectPlan, KeyedPlan, KeyedSpan
+from vllm_blend.core.settings import BlendSettings
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.store.controller import ComputeTime, Controller, Decision, Located
+from vllm_blend.store.load_time import LoadTime
+
+KEY: ChunkKey = b"vllm_blend: pace"
+RATIOS = (None, 0.15, 0.5)
+"""What each length is measured at; None: in full."""
+LONGEST_GPU, LONGEST_CPU = 8192, 1024
+"""Tokens of the longest prefill that is measured, where the engine takes as many in a step."""
+HEAD, TAIL = 4, 8
+"""Tokens of a prompt that are not reused."""
+TRIES = 5
+"""Runs beside which other requests ran are repeated, but not for ever."""
+
+
+class Calibration:
+    """The measuring requests, one after the other; then decisions.
+
+    Args:
+        vocab_size, num_layers: of the model.
+        max_tokens: of a prompt that is measured.
+        repeat: runs of each that count; the median is taken.
+        settings: the server's default.
+        floor: no ratio below it.
+        make_request: an engine request of ``(request_id, token_ids, plan)``.
+
+    Attributes:
+        wanted: whether anything is to be measured; some request asked for it.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_layers: int,
+        max_tokens: int,
+        repeat: int,
+        settings: BlendSettings,
+        floor: float,
+        make_request: Callable[[str, list[int], Any], Any],
+    ) -> None:
+        self.wanted = False
+        self._num_layers = num_layers
+        self._repeat = repeat
+        self._settings = settings
+        self._floor = floor
+        self._make_request = make_request
+        choose = random.Random(1)
+        self._token_ids = [choose.randrange(vocab_size) for _ in range(max_tokens)]
+        self._sizes = [max_tokens // 4, max_tokens // 2, max_tokens]
+        self._todo = [(size, ratio) for size in self._sizes for ratio in RATIOS]
+        self._seconds: list[float] = []  # of the first of them
+        self._samples: dict[str, list[tuple[int, float, float]]] = {"full": [], "blended": []}
+        self._collected = False
+        self._current = ""
+        self._clean, self._step_s = True, 0.0
+        self._tries = 0
+        self._number = 0
+        self._times: tuple[ComputeTime, ComputeTime] | None = None
+
+    @classmethod
+    def of(
+        cls, vllm_config: Any, settings: ServerSettings, make_request: Callable[..., Any]
+    ) -> Calibration:
+        """For an engine."""
+        model, on_gpu = vllm_config.model_config, torch.cuda.is_available()
+        longest = min(
+            LONGEST_GPU if on_gpu else LONGEST_CPU,
+            model.max_model_len - 1,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+        layers = model.get_num_layers(vllm_config.parallel_config)
+        repeat = 3 if on_gpu else 1
+        pace = cls(
+            model.get_vocab_size(),
+            layers,
+            longest,
+            repeat,
+            settings.blend,
+            settings.quality_floor,
+            make_request,
+        )
+        pace.wanted = settings.paced
+        return pace
+
+    def __str__(self) -> str:
+        """What was measured, in words."""
+        size, seconds = self.longest
+        blended = next(t for n, _, t in self._samples["blended"] if n == size)
+        return (
+            f"a prefill of {size} tokens takes {1e3 * seconds:.0f} ms, {1e3 * blended:.0f} ms where "
+            f"{RATIOS[1]:.0%} are recomputed"
+        )
+
+    @property
+    def longest(self) -> tuple[int, float]:
+        """Tokens and seconds of the longest full prefill that was measured."""
+        size, _, seconds = max(self._samples["full"])
+        return size, seconds
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine is measured."""
+        return self._times is not None
+
+    def is_mine(self, request_id: str) -> bool:
+        return bool(self._current) and request_id == self._current
+
+    def start(self) -> list[Any]:
+        """The next engine request, if one is wanted and none runs."""
+        if not self.wanted or self.done or self._current:
+            return []
+        self._number += 1
+        self._current = f"vllm_blend-pace-{self._number}"
+        self._clean, self._step_s = True, 0.0
+        size, plan = len(self._token_ids), self._plan()
+        if self._collected:
+            size = self._todo[0][0]
+        return [self._make_request(self._current, self._token_ids[:size], plan)]
+
+    def step_took(self, request_ids: Iterable[str], seconds: float) -> None:
+        """A step with these requests took this long."""
+        if self._current:
+            ids = set(request_ids)
+            self._clean &= ids <= {self._current}
+            self._step_s += seconds if self._current in ids else 0.0
+
+    def finish(self, completed: bool) -> None:
+        """The running request has ended, or was aborted."""
+        self._current = ""
+        if not completed:
+            return
+        if not self._collected:
+            self._collected = True
+            return
+        self._tries += 1
+        if not self._clean and self._tries < TRIES:
+            return
+        self._tries = 0
+        self._seconds.append(self._step_s)
+        if len(self._seconds) > self._repeat:
+            self._note(*self._todo.pop(0), median(self._seconds[1:]))
+            self._seconds.clear()
+        if not self._todo:
+            self._times = (
+                ComputeTime.fit(self._samples["blended"]),
+                ComputeTime.fit(self._samples["full"]),
+            )
+
+    def decide(
+        self, chunks: Sequence[Located], loads: Mapping[str, LoadTime], num_other_tokens: int
+    ) -> Decision:
+        """What to load and how much to recompute; chunks are loaded before the prefill begins."""
+        assert self._times is not None
+        blended, full = self._times
+        controller = Controller(
+            blended, loads, self._num_layers, floor=self._floor, full=full, overlap=False
+        )
+        return controller.decide(chunks, num_other_tokens)
+
+    def _plan(self) -> CollectPlan | KeyedPlan | None:
+        if not self._collected:
+            return CollectPlan(num_prompt_tokens=len(self._token_ids), key=KEY)
+        size, ratio = self._todo[0]
+        if ratio is None:
+            return None
+        settings = BlendSettings(
+            check_layers=self._settings.check_layers[:1],
+            recomp_ratio=ratio,
+            policy=self._settings.policy,
+        )
+        return KeyedPlan((KeyedSpan(HEAD, size - TAIL, KEY, HEAD),), settings)
+
+    def _note(self, size: int, ratio: float | None, seconds: float) -> None:
+        reused = size - HEAD - TAIL
+        if ratio is None:
+            self._samples["full"].append((size, size, seconds))
+        else:
+            self._samples["blended"].append((size, size - reused + ratio * reused, seconds))

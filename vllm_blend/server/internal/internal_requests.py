@@ -1,0 +1,121 @@
+"""The engine's own requests: the measurement, chunks that were missed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, KeyedPlan
+from vllm_blend.core.prompt import TokenIds
+from vllm_blend.server.chunks.chunk_contexts import chunk_contexts
+from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
+from vllm_blend.server.chunks.prefix_cache import name_blocks
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.internal.background_prefill import BackgroundPrefill
+from vllm_blend.server.internal.calibration import KEY as PACE_KEY
+from vllm_blend.server.internal.calibration import Calibration
+
+logger = logging.getLogger("vllm.vllm_blend.server")
+
+
+class InternalRequests:
+    """What the engine asks of itself, and when; nobody sees the answers.
+
+    Args:
+        vllm_config: the engine's.
+        settings: the server's.
+        chunks: that are known.
+        hasher: of the prefix cache; None: there is none.
+        block_size: of its blocks, in tokens.
+        on_measured: called once the engine is measured.
+
+    Attributes:
+        pace: the measurement; None: without a store there is nothing to decide by it.
+        background: the missed chunks.
+        contexts: what chunks are computed behind.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        settings: ServerSettings,
+        chunks: ChunkRegistry,
+        hasher: Callable[[Any], list[Any]] | None,
+        block_size: int,
+        on_measured: Callable[[], None],
+    ) -> None:
+        model_config = vllm_config.model_config
+        longest = model_config.max_model_len - 1
+        self.contexts = chunk_contexts(vllm_config, settings.system, settings.head, settings.stand_in)
+        if not self.contexts.first:
+            logger.warning(
+                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
+                "costs quality; head sets a text."
+            )
+        self.pace: Calibration | None = None
+        if settings.store is not None:
+            self.pace = Calibration.of(vllm_config, settings, self._make)
+        self.background = BackgroundPrefill(
+            chunks, longest, settings.background_share, self._make, self._scoring
+        )
+        self._scored = "static" in settings.blend.policies
+        self._chunks = chunks
+        self._hasher, self._block_size = hasher, block_size
+        self._on_measured = on_measured
+
+    @property
+    def num_waiting(self) -> int:
+        """What is left to do, whether or not clients' requests come."""
+        return (not self._measured()) + self.background.num_waiting
+
+    def is_mine(self, request_id: str) -> bool:
+        return self.measures(request_id) or self.background.is_mine(request_id)
+
+    def measures(self, request_id: str) -> bool:
+        """Whether it is a request of the measurement."""
+        return self.pace is not None and self.pace.is_mine(request_id)
+
+    def start(self, num_unfinished: int) -> list[Any]:
+        """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
+        if self._measured():
+            return self.background.start(idle=num_unfinished <= self.background.num_running)
+        assert self.pace is not None
+        return self.pace.start()
+
+    def finish(self, request_id: str, output: Any = None) -> None:
+        """One of its requests has ended with vLLM's engine output; None: it was aborted."""
+        if self.background.is_mine(request_id):
+            self.background.finish(request_id, completed=output is not None)
+        elif self.pace is not None:
+            self.pace.finish(completed=output is not None)
+            if self.pace.done:
+                self._chunks.refuse(PACE_KEY)  # what it was measured with is not needed any more
+                logger.info("vllm_blend: %s", self.pace)
+                self._on_measured()
+
+    def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
+        """What a chunk is computed behind for its scores; None: it needs none."""
+        if not self._scored or chunk.context != self.contexts.later:
+            return None  # one that stands first in its prompt is exact there
+        return self.contexts.scoring
+
+    def _measured(self) -> bool:
+        """Whether the engine is measured, or need not be."""
+        return self.pace is None or self.pace.done or not self.pace.wanted
+
+    def _make(self, request_id: str, token_ids: list[int], plan: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            skip_reading_prefix_cache=True,
+            extra_args={EXTRA_ARG: plan},
+        )
+        request: Any = Request(request_id, token_ids, params, None, block_hasher=self._hasher)
+        if isinstance(plan, KeyedPlan) and self._hasher is not None:
+            name_blocks(request, plan, request_id, self._block_size)
+        return request

@@ -1,0 +1,1 @@
+"""In the engine's process: requests get their plans."""

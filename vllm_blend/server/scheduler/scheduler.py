@@ -1,0 +1,407 @@
+"""The engine's side of a blending server: a mixin for vLLM's scheduler.
+
+``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
+                         one whose chunks may be in a store's lower tiers waits for the answer, and
+                         is told by the controller which of them to wait for, if its ratio is "auto"
+``schedule``             lets in the engine's own requests: measurements,
+                         missed chunks; lets a blended prompt wait for a step that has room for it
+``update_from_output``   takes their results out, adds what was reused to the others' first output
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from vllm_blend.core.plans import EXTRA_ARG, KeyedPlan
+from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
+from vllm_blend.server.chunks.prefix_cache import (
+    BlendKVCacheManager,
+    disown_blocks,
+    name_blocks,
+)
+from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.internal.internal_requests import InternalRequests
+from vllm_blend.server.messages import COMMANDS, Lost, WorkerCommands, WorkerEvents
+from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.scheduler.lookup import Lookup
+from vllm_blend.server.scheduler.request_reports import Reports, sizes
+from vllm_blend.server.scheduler.tier_fetches import Fetches, Waiting
+
+logger = logging.getLogger("vllm.vllm_blend.server")
+
+STARTED = "blend_started"
+"""An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
+
+
+class BlendScheduler:
+    """Mixin for vLLM's schedulers."""
+
+    # of vLLM's scheduler
+    kv_cache_manager: Any
+    vllm_config: Any
+    log_stats: bool
+    requests: dict[str, Any]
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    num_spec_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        stock: Any = super()
+        stock.__init__(*args, **kwargs)
+        settings = ServerSettings.of(self.vllm_config)
+        assert settings is not None  # else plugin/hooks.py would not have chosen this class
+        self.blend_settings = settings
+        self.blend_token_bytes = bytes_per_token(self.vllm_config)
+        self.blend_chunks = ChunkRegistry(settings.chunk_bytes // self.blend_token_bytes)
+        self._block_size = kwargs["hash_block_size"]
+        hasher = None
+        manager = self.kv_cache_manager
+        self._caching: bool = manager.enable_caching
+        if self._caching:
+            # as the engine makes it for clients' requests
+            hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+            hasher = get_request_block_hasher(self._block_size, hash_fn)
+            manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
+            manager.blend_block_size = self._block_size
+        self.blend_own = InternalRequests(
+            self.vllm_config,
+            settings,
+            self.blend_chunks,
+            hasher,
+            self._block_size,
+            on_measured=self._ask_all,
+        )
+        background = self.blend_own.background
+        self.blend_fetches: Fetches | None = None
+        if settings.store is not None:
+            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_own.contexts)
+            if settings.auto:
+                self.blend_fetches.claim("")  # so that they are known to the first request
+        self.blend_lookup = Lookup(
+            self.blend_chunks,
+            background,
+            self.blend_fetches,
+            self.blend_own.contexts,
+            settings.min_chunk_tokens,
+        )
+        self._plans: dict[str, KeyedPlan] = {}
+        self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
+        self._rows_left = self._step_rows
+        self._store_stats: dict[str, int] = {}
+        engine = self.vllm_config.parallel_config.data_parallel_index
+        labels = self.vllm_config.model_config.served_model_name, str(engine)
+        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
+        if window := self._window():
+            logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
+        elif self._cuts:
+            logger.warning(
+                "vllm_blend: blended prompts are cut where a step is full, so what is recomputed "
+                "depends on what else it holds; max_num_batched_tokens of at least twice "
+                "max_num_seqs prevents it."
+            )
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        stock: Any = super()
+        params = request.sampling_params
+        wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+        if isinstance(wire, dict):
+            wish = BlendRequest.from_wire(wire)
+            if self.blend_fetches is None:
+                self._plan(request, wish)
+            else:
+                assert self.blend_own.pace is not None
+                self.blend_own.pace.wanted |= wish.paced
+                self.blend_fetches.waiting[request.request_id] = Waiting(wish)
+                self._ask(request)
+        stock.add_request(request)
+
+    def _ask(self, request: Any) -> None:
+        """Asks for the chunks that a waiting request lacks, or first for where they are, once
+        the engine is measured."""
+        fetches, pace = self.blend_fetches, self.blend_own.pace
+        if fetches is None or pace is None:
+            return
+        waiting = fetches.waiting[request.request_id]
+        paced = waiting.wish.paced and bool(waiting.wish.spans)
+        if paced and not pace.done:
+            if waiting.awaits_measurement():
+                return
+            paced = False
+        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+        if fetches.holds(waiting, tenant):
+            return
+        marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
+        missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
+        found = []
+        if waiting.wish.auto:
+            found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
+        if paced:
+            for chunk in found:
+                fetches.ask(chunk)
+            fetches.locate(waiting, missing)
+        else:
+            fetches.wait(waiting, missing + found)
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Asked by vLLM's scheduler before it lets a request in."""
+        stock: Any = super()
+        fetches = self.blend_fetches
+        if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
+            if waiting.keys is None and waiting.looked_for is None:
+                self._ask(request)  # what it waited for may be there, or long enough in coming
+            if waiting.located and self.blend_own.pace is not None:
+                tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
+                marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
+                fetches.decide(waiting, marked, len(tokens), self.blend_own.pace)
+            if not waiting.done:
+                return False
+            del fetches.waiting[request.request_id]
+            self._plan(request, waiting.wish, waiting)
+        return bool(stock._handle_blocked_waiting_request(request))
+
+    def _plan(self, request: Any, wish: BlendRequest, waited: Waiting | None = None) -> None:
+        """Gives the request its plan, or takes its wish away where nothing can be reused."""
+        start = time.perf_counter()
+        params = request.sampling_params
+        tokens = tuple(request.prompt_token_ids)
+        tenant = _tenant(request, wish)
+        spans, missed = self.blend_lookup(tenant, tokens, wish)
+        why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        settings, decision = wish.settings, waited.decision if waited is not None else None
+        if decision is not None and any(decision.load):
+            settings = replace(settings, recomp_ratio=decision.ratio)
+        elif decision is not None and waited is not None and any(waited.tiers):
+            spans, why = [], decision.reason
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        plan = None
+        if spans:
+            timed = wish.report or bool(self.log_stats)
+            plan = KeyedPlan(tuple(spans), settings, timed)
+            params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
+            self.blend_chunks.pin(span.key for span in spans)
+            if self._caching:
+                name_blocks(request, plan, tenant, self._block_size)
+        self.blend_reports.add(
+            request.request_id,
+            len(tokens),
+            plan,
+            missed=missed,
+            why_not=why,
+            lookup_seconds=time.perf_counter() - start,
+            asked=wish.report,
+            decided=waited.told if waited is not None else None,
+        )
+        if waited is not None and (waited.keys or waited.looked_for):
+            loaded = sum(span.key in (waited.keys or ()) for span in spans)
+            seconds = min(waited.until, time.monotonic()) - waited.since
+            self.blend_reports.waited(request.request_id, seconds, loaded)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        for request in self.blend_own.start(stock.get_num_unfinished_requests()):
+            stock.add_request(request)
+        self._rows_left = self._step_rows
+        output = stock.schedule(*args, **kwargs)
+        self.blend_own.background.stalled = not output.num_scheduled_tokens
+        orders = WorkerCommands(self.blend_chunks.take_drops())
+        if self.blend_fetches is not None:
+            orders = self.blend_fetches.take_orders(orders.drop)
+        if orders != WorkerCommands():
+            setattr(output, COMMANDS, orders)
+        setattr(output, STARTED, time.monotonic())
+        return output
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed: int, num_new: int) -> int:
+        """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
+
+        A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
+        chosen among those of one step, and must not depend on what else the step holds. A missed
+        chunk takes no more than clients' requests may wait for. A step computes ``step_rows`` at
+        most, but for a blended prompt that has it to itself.
+        """
+        stock: Any = super()
+        left = request.num_tokens - num_computed
+        background = self.blend_own.background
+        if background.is_mine(request.request_id) and self._cuts:
+            running = request.status == RequestStatus.RUNNING
+            num_new = background.room(request.request_id, left, num_new, running)
+        if request.request_id in self._plans and left > 1 and (window := self._window()):
+            num_new = min(left, window) if num_new >= min(left, window) else 0
+        rows = self._num_rows(request.request_id, num_computed, num_new)
+        if rows > self._rows_left:
+            if rows == num_new:
+                num_new = rows = self._rows_left
+            elif self._rows_left < self._step_rows:
+                return 0
+        self._rows_left = max(0, self._rows_left - rows)
+        return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+
+    def _num_rows(self, request_id: str, start: int, count: int) -> int:
+        """How many of ``count`` tokens from ``start`` on a step computes, about."""
+        plan = self._plans.get(request_id)
+        if plan is None or not plan.settings.early:  # others compute all rows of the first layers
+            return count
+        ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
+        reused = sum(max(0, end - begin) for begin, end in ends)
+        return count - int((1 - plan.settings.last_ratio) * reused)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether prefills may be cut."""
+        return bool(self.vllm_config.scheduler_config.enable_chunked_prefill)
+
+    def _window(self) -> int:
+        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts freely."""
+        config = self.vllm_config.scheduler_config
+        decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
+        window = self.max_num_scheduled_tokens - decodes
+        if window < decodes or not self._cuts:
+            return 0
+        return min(window, config.long_prefill_token_threshold or window)
+
+    def _ask_all(self) -> None:
+        """Something that requests waited for is done."""
+        fetches, pace = self.blend_fetches, self.blend_own.pace
+        if fetches is None or pace is None:
+            return
+        if pace.done:
+            fetches.computed(*pace.longest)
+        for request_id, waiting in fetches.waiting.items():
+            if waiting.keys is None and waiting.looked_for is None:
+                self._ask(self.requests[request_id])
+
+    def has_requests(self) -> bool:
+        stock: Any = super()
+        if stock.has_requests():
+            return True
+        waiting = self.blend_own.num_waiting > 0 or bool(self.blend_fetches)
+        return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        finished = stock.finish_requests(*args, **kwargs)
+        for request in finished:
+            self._forget(request.request_id)
+            if self.blend_own.is_mine(request.request_id):
+                self.blend_own.finish(request.request_id)
+        return finished
+
+    def _forget(self, request_id: str) -> None:
+        self.blend_reports.forget(request_id)
+        if self.blend_fetches is not None:
+            self.blend_fetches.waiting.pop(request_id, None)
+        plan = self._plans.pop(request_id, None)
+        if plan is not None:
+            self.blend_chunks.unpin(span.key for span in plan.spans)
+
+    # --- results --------------------------------------------------------------------------------
+
+    def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
+        stock: Any = super()
+        scheduled = scheduler_output.num_scheduled_tokens
+        own, started = self.blend_own, getattr(scheduler_output, STARTED, None)
+        own.background.earn(sum(n for name, n in scheduled.items() if not own.is_mine(name)))
+        seconds = time.monotonic() - started if started else 0.0
+        if scheduled and all(map(own.background.is_mine, scheduled)):
+            own.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
+        if self.blend_fetches is not None and own.pace is not None and started:
+            own.pace.step_took(scheduled, seconds)
+            if not self._plans.keys() & scheduled.keys() and not any(map(own.measures, scheduled)):
+                self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
+        self._learn_of(WorkerEvents.of(model_output))
+        results = stock.update_from_output(scheduler_output, model_output)
+        for result in results.values():
+            result.outputs = [out for out in result.outputs if not self._took(out)]
+        return results
+
+    def _learn_of(self, events: WorkerEvents) -> None:
+        """Notes what the model's process tells."""
+        for request_id, stages in events.seconds.items():
+            self.blend_reports.took(request_id, stages)
+        for lost in events.lost:
+            self._lose(lost)
+        for key, found in events.fetched.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.answer(key, found)
+        for tenant, chunks in events.claimed.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.claimed(tenant, chunks)
+        for key, place in events.located.items():
+            assert self.blend_fetches is not None
+            self.blend_fetches.learn(events.loads)
+            self.blend_fetches.found(key, place)
+        self._store_stats = events.store or self._store_stats
+
+    def _lose(self, lost: Lost) -> None:
+        """A chunk's KV is not where it should be: it will be computed again.
+
+        The request that was to reuse it goes on with what is left of its plan. Its blocks were named
+        by the plan when it was scheduled, so they are taken out of the prefix cache. (A request with
+        the same plan in the same step may have read them: they are nearer to full prefill than their
+        names say.)
+        """
+        chunk = self.blend_chunks.lose(lost.key)
+        if chunk is not None:
+            self.blend_lookup.miss(chunk)
+        request, plan = self.requests.get(lost.request_id), self._plans.get(lost.request_id)
+        if request is None or plan is None:
+            return
+        spans = [s for s in plan.spans if s.key == lost.key and s.end > lost.computed]
+        if not spans:  # it has their tokens from the prefix cache
+            return
+        self.blend_chunks.unpin(span.key for span in spans)
+        left = tuple(span for span in plan.spans if span not in spans)
+        del self._plans[lost.request_id], request.sampling_params.extra_args[EXTRA_ARG]
+        new = replace(plan, spans=left) if left else None
+        if new is not None:
+            self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
+        if self._caching:
+            start = max(lost.computed, plan.spans[0].start)
+            disown_blocks(request, start, self.kv_cache_manager)
+        self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
+
+    def _took(self, output: Any) -> bool:
+        """Takes an output of the engine's own; adds what was reused to others."""
+        request_id, ended = output.request_id, output.finish_reason is not None
+        if self.blend_own.is_mine(request_id):
+            if ended:
+                self.blend_own.finish(request_id, output)
+            return True
+        self.blend_reports.attach(output)
+        if ended:
+            self._forget(request_id)
+        return False
+
+    def _sizes(self) -> dict[str, Any]:
+        host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
+        return sizes(*host, self._store_stats) | {
+            "computed_chunks": self.blend_own.background.num_computed,
+            "waiting_chunks": len(self.blend_own.background),
+            "evicted_chunks": self.blend_chunks.num_evicted,
+        }
+
+
+class BlendSyncScheduler(BlendScheduler, Scheduler):
+    """vLLM's scheduler with blending."""
+
+
+class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler with blending."""
+
+
+def _tenant(request: Any, wish: BlendRequest) -> str:
+    return wish.tenant or request.cache_salt or ""

@@ -1,0 +1,1 @@
+"""In the model's process: chunks' KV, and what the store's tiers hold of it."""

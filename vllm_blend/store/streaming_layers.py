@@ -1,0 +1,99 @@
+"""KV that is still on its way: shapes are known at once, contents layer by layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import overload
+
+from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.layers import LayerKV
+
+
+class ChunkLost(RuntimeError):
+    """A chunk's KV was promised and cannot be loaded; its tokens must be computed instead."""
+
+
+class StreamingLayers(Sequence[LayerKV]):
+    """A chunk's layers while they are loaded, in order, by another thread.
+
+    Args:
+        tensors: where the layers will be.
+        name: of the chunk, for messages.
+        timeout_s: how long to wait for a layer before it counts as lost.
+    """
+
+    def __init__(self, tensors: Sequence[LayerKV], name: str, timeout_s: float) -> None:
+        self.tensors = tensors
+        self._name = name
+        self._timeout_s = timeout_s
+        self._arrived = 0
+        self._lost: str | None = None
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerKV: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerKV]: ...
+    def __getitem__(self, index: int | slice) -> LayerKV | Sequence[LayerKV]:
+        """Waits for the layer, or for the last one of a slice.
+
+        Raises:
+            ChunkLost: if it cannot be loaded, or not in time.
+        """
+        found = range(len(self))[index]
+        self.wait(found + 1 if isinstance(found, int) else max(found, default=-1) + 1)
+        return self.tensors[index]
+
+    @property
+    def described(self) -> Sequence[LayerKV]:
+        """For shapes, types and devices; what it holds may come later."""
+        return StoredKV(self.tensors).described
+
+    @property
+    def arrived(self) -> int:
+        """Layers that are there."""
+        return self._arrived
+
+    def wait(self, count: int | None = None) -> None:
+        """Waits until the first ``count`` layers are there; None: all.
+
+        Raises:
+            ChunkLost: if they cannot be loaded, or not in time.
+        """
+        count = len(self) if count is None else count
+        if count <= self._arrived:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: count <= self._arrived or self._lost is not None, self._timeout_s
+            )
+            if count <= self._arrived:
+                return
+            reason = self._lost or f"layer {self._arrived} did not arrive within {self._timeout_s} s"
+        raise ChunkLost(f"the KV of chunk {self._name} cannot be loaded: {reason}")
+
+    def arrive(self) -> None:
+        """Called by the loading thread, once a layer."""
+        with self._changed:
+            self._arrived += 1
+            self._changed.notify_all()
+
+    def lose(self, reason: str) -> None:
+        """Called by the loading thread: no further layer will come."""
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+
+
+class StreamingKV(StoredKV):
+    """Stored KV whose ``layers[i]`` waits for layer ``i``; its scores are there from the start."""
+
+    layers: StreamingLayers
+
+    def wait(self) -> None:
+        """Waits for every layer; raises ChunkLost."""
+        self.layers.wait()
