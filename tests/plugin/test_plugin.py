@@ -15,7 +15,8 @@ from processes import needs_compiler, python
 
 import vllm_blend
 from vllm_blend import plugin
-from vllm_blend.plugin import hooks
+from vllm_blend.compat import support
+from vllm_blend.compat import version as compat_version
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -31,7 +32,8 @@ import sys
 from vllm_blend import plugin
 version = sys.argv[1]
 if version:
-    plugin.vllm_version = lambda: version
+    from vllm_blend.compat import version as compat_version
+    compat_version.vllm_version = lambda: version
 plugin.register(); plugin.register()
 code = [m for m in ("vllm.model_executor.models.llama", "vllm_blend.plugin.attach") if m in sys.modules]
 from vllm.model_executor.models.registry import ModelRegistry
@@ -78,9 +80,9 @@ def test_other_versions_are_left_alone_with_a_sentence(
     version: str | None,
     sentence: str,
 ) -> None:
-    monkeypatch.setattr(plugin, "vllm_version", lambda: version)
+    monkeypatch.setattr(compat_version, "vllm_version", lambda: version)
     installed: list[bool] = []
-    monkeypatch.setattr("vllm_blend.compat.install_front_hooks", lambda: installed.append(True))
+    monkeypatch.setattr("vllm_blend.plugin.hooks.install_front_hooks", lambda: installed.append(True))
     monkeypatch.setattr(
         "logging.Logger.warning", lambda self, text, *args: caplog.records.append(text % args)
     )
@@ -88,17 +90,21 @@ def test_other_versions_are_left_alone_with_a_sentence(
     if sentence:
         assert not installed
         assert any(sentence in str(record) for record in caplog.records)
-        assert sentence in plugin.why_not_patched("LlamaForCausalLM")
+        assert sentence in compat_version.why_not_patched("LlamaForCausalLM")
     else:
         assert installed
 
 
 def test_a_model_that_was_not_patched_says_why() -> None:
-    reason = plugin.why_not_patched("LlamaForCausalLM")
+    reason = compat_version.why_not_patched("LlamaForCausalLM")
     assert reason.startswith("LlamaForCausalLM has no blend path: vLLM has not loaded the plugin")
 
 
 # --- the class that a model is built of ----------------------------------------------------------
+
+
+def nothing(blending: Any, config: Any) -> None:
+    """To be done once a model is attached."""
 
 
 class Stock(torch.nn.Module):
@@ -122,12 +128,12 @@ class OldStock(torch.nn.Module):
 def test_a_model_is_built_as_a_subclass_of_its_class() -> None:
     from vllm_blend.plugin.attach import BlendModel, blendable
 
-    found = blendable(Stock)
+    found = blendable(Stock, nothing)
     assert found.__name__ == "BlendStock" and issubclass(found, Stock) and issubclass(found, BlendModel)
     assert (found.__module__, found.__qualname__) == (Stock.__module__, Stock.__qualname__)
-    assert blendable(Stock) is found  # the same each time, and not twice
-    assert blendable(found) is found
-    assert blendable(OldStock) is OldStock
+    assert blendable(Stock, nothing) is found  # the same each time, and not twice
+    assert blendable(found, nothing) is found
+    assert blendable(OldStock, nothing) is OldStock
 
 
 def test_a_part_of_another_model_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +141,8 @@ def test_a_part_of_another_model_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     from vllm_blend.plugin import attach
 
     attached: list[Any] = []
-    monkeypatch.setattr(attach, "attach", lambda model, config: attached.append((model, config)))
-    found = attach.blendable(Stock)
+    monkeypatch.setattr(attach, "attach", lambda model, config, then: attached.append((model, config)))
+    found = attach.blendable(Stock, nothing)
     part = found(vllm_config="config", prefix="language_model")
     assert part.told == ("config", "language_model") and not attached
     assert part(3, x=4) == ((3,), {"x": 4})
@@ -148,8 +154,8 @@ def test_a_step_without_a_plan_is_vllms_own(monkeypatch: pytest.MonkeyPatch) -> 
     """One with a plan goes to the engine's ``Blending``, with the model's own forward."""
     from vllm_blend.plugin import attach
 
-    monkeypatch.setattr(attach, "attach", lambda model, config: None)
-    model = attach.blendable(Stock)(vllm_config="config")
+    monkeypatch.setattr(attach, "attach", lambda *args: None)
+    model = attach.blendable(Stock, nothing)(vllm_config="config")
     calls: list[Any] = []
     monkeypatch.setattr(model.blending, "forward", lambda stock, *a, **k: calls.append((stock, a, k)))
     assert model(1, positions=2) == ((1,), {"positions": 2})
@@ -216,7 +222,7 @@ def layers_of(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_attention_that_cannot_blend_is_named(changes: dict[str, Any], sentence: str | None) -> None:
-    reason = hooks.why_attention_unsupported(layers_of(**changes))
+    reason = support.why_attention_unsupported(layers_of(**changes))
     if sentence is None:
         assert reason is None
     else:
@@ -229,11 +235,11 @@ def test_layers_of_other_kinds_are_named() -> None:
     class OfImages(Attention):
         pass
 
-    assert hooks.why_attention_unsupported({}) == (
+    assert support.why_attention_unsupported({}) == (
         "blending needs attention over a paged cache; this model has none"
     )
     layers = layers_of() | {"c": object.__new__(OfImages)}
-    reason = hooks.why_attention_unsupported(layers)
+    reason = support.why_attention_unsupported(layers)
     assert reason == (
         "blending does not support OfImages (layer c): its cache is not K and V of tokens"
     )

@@ -78,16 +78,16 @@ def blendable(
     def init(self: Any, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         stock.__init__(self, vllm_config=vllm_config, prefix=prefix)
         self.blending = Blending()
-        # one with a prefix is a part of another model; a second one drafts for the first
-        if not prefix and model_of(vllm_config) is None:
-            attach(self, vllm_config)
-            on_attached(self.blending, vllm_config)
+        if not prefix:  # else it is a part of another model
+            attach(self, vllm_config, on_attached)
 
     members = {"__init__": init, "__module__": stock.__module__, "__qualname__": stock.__qualname__}
     return type(f"Blend{stock.__name__}", (BlendModel, stock), members)
 
 
-def attach(model: Any, vllm_config: VllmConfig) -> None:
+def attach(
+    model: Any, vllm_config: VllmConfig, on_attached: Callable[[Blending, VllmConfig], None]
+) -> None:
     """Makes ``model``, which vLLM has just built, blend.
 
     Where it cannot, it stays on vLLM's own path: a warning says so at start-up, and a request that asks
@@ -97,6 +97,8 @@ def attach(model: Any, vllm_config: VllmConfig) -> None:
         ValueError: if blending was asked for in ``additional_config={"vllm_blend": {...}}`` and it
             cannot.
     """
+    if model_of(vllm_config) is not None:  # this one drafts for it
+        return
     blending: Blending = model.blending
     blending.vllm_config, blending.model = vllm_config, model
     blending.chunks = ChunkCache()
@@ -114,6 +116,7 @@ def attach(model: Any, vllm_config: VllmConfig) -> None:
             blending.chunks.memory = PinnedMemory(num_bytes // num_ranks())
     if blending.unsupported is not None:
         report_unsupported(vllm_config, blending.unsupported)
+    on_attached(blending, vllm_config)
 
 
 def prepare(blending: Blending, model: Any, vllm_config: VllmConfig) -> str | None:
