@@ -18,6 +18,11 @@ def vllm_version() -> str | None:
     return None
 
 
+def package_version() -> str:
+    """Of this package, as it is installed."""
+    return metadata.version("vllm-blend")
+
+
 def why_not_registered() -> str | None:
     """Why this vLLM was not patched, as a sentence, or None."""
     version = vllm_version()

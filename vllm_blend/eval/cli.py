@@ -102,7 +102,8 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "", **engin
     import torch
     from vllm import LLM
 
-    from vllm_blend import Blender, embedded_model
+    from vllm_blend.api.blender import Blender
+    from vllm_blend.api.embedded import embedded_model
 
     chosen: dict[str, Any] = dict(
         dtype="auto" if torch.cuda.is_available() else "float32",

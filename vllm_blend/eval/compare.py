@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from vllm_blend.eval.across import Run, grid, read_runs
+from vllm_blend.eval.across import grid
+from vllm_blend.eval.runs import Run, read_runs
 
 
 def differences(one: str, two: str, what: Literal["kl", "score"], run: Run) -> dict[str, float]:

@@ -16,7 +16,7 @@ from vllm_blend.eval.methods import blend_settings
 from vllm_blend.eval.stats import Summary, summarize
 
 if TYPE_CHECKING:
-    from vllm_blend.eval.across import Run
+    from vllm_blend.eval.runs import Run
 
 
 def draw(fill: Callable[[Any], None], width: float = 7.5, height: float = 3.2) -> str:

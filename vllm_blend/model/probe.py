@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend import __version__
 from vllm_blend.attention.rotation import Rotation, rotations_in
-from vllm_blend.compat.version import vllm_version
+from vllm_blend.compat.version import package_version, vllm_version
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import LayerKV
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
@@ -326,7 +325,7 @@ def _path(blending: Blending) -> Path:
     model = config.model_config
     said = [
         PROBE_VERSION,
-        __version__,
+        package_version(),
         vllm_version(),
         model.hf_config.to_json_string(use_diff=False),
         str(model.dtype),
