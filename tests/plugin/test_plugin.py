@@ -272,7 +272,12 @@ def test_results_of_a_step(llama: Engine) -> None:
     assert torch.equal(flags["our_slot_mapping"], flags["original_slot_mapping"][kept])
     assert len(set(flags["original_slot_mapping"].tolist())) == 76
     assert flags["kv_cache_dtype"] == "auto"
+    assert torch.equal(flags["attn_bias"], kept)  # each row sees the keys up to its own place
     assert flags["fake_q"] is None
+    with llama.blending(old_kvs, 6, recomp_ratio=0.5, mask="bottom_right"):
+        llama.generate([sum(chunks, []) + question])
+    count = len(flags["imp_indices"])
+    assert flags["attn_bias"].tolist() == list(range(76 - count, 76))
 
 
 STOCK = """

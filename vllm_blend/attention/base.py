@@ -37,26 +37,32 @@ class Fusion:
     """A layer's stored KV, and where it goes in the paged cache.
 
     Attributes:
-        status: CHECK or AFTER_CHECK.
         old_kv: stored K before RoPE and V, each ``[num_chunk_rows, num_kv_heads, head_size]``; or the
             same as segments; or None: they are in the paged cache already.
         positions: new position of each stored token, ``[num_chunk_rows]``; not read with segments.
         slot_mapping: its slot in the paged cache, ``[num_chunk_rows]``; -1 where a kept row's
             fresh K and V go instead.
-        cache_fuse_metadata: the user's settings and this step's results.
         copied: ``old_kv`` is a copy of what is stored, and may be written to.
     """
 
-    status: Status
     old_kv: LayerKV | StoredSegments | None
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    cache_fuse_metadata: Any
     copied: bool = False
 
 
 class ComputedRows(Protocol):
-    """The rows that a step computes, as attention metadata carry them (``model/active_rows.py``)."""
+    """The rows that a step computes, as attention metadata carry them (``model/active_rows.py``).
+
+    Attributes:
+        cache_fuse_metadata: the user's flags and this step's results, as the paper names them.
+    """
+
+    cache_fuse_metadata: Any
+
+    def status(self, layer: int) -> Status:
+        """What the layer does."""
+        ...
 
     def before_attention(
         self,
@@ -78,6 +84,11 @@ class StepWatcher(Protocol):
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keeps K and V of the requests that are collected in this step."""
         ...
+
+
+FUSES = (Status.CHECK, Status.AFTER_CHECK)
+"""What a layer does where it attends from some rows alone, over stored KV: at a check layer the rows
+that were just chosen. With ``DECODE`` and ``FULL_PREFILL`` attention is vLLM's own."""
 
 
 @dataclass(eq=False)
@@ -122,8 +133,9 @@ class BlendAttention:
             return None
         self.blend.watcher.collect(self.blend, key, value)
         active: ComputedRows | None = getattr(metadata, "active", None)
-        if active is not None:
-            active.before_attention(self, layer, query, key, value)
+        if active is None or active.status(self.blend.index) not in FUSES:
+            return None
+        active.before_attention(self, layer, query, key, value)
         return active
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:

@@ -1,4 +1,12 @@
-"""The model object's door: the flags of the paper's code, set around ``llm.generate``.
+"""The names of CacheBlend's own code (arXiv 2405.16444) on vLLM's inner model, and what they do here.
+
+    status               of a layer in a step (``core/step.py``): -1 decode, 0 full prefill, 1 check, 2 after
+    old_kvs              ``[[K, V], ...]`` of the chunks, one a layer; K before RoPE. Not changed
+    cache_fuse_metadata  the flags and results below; each layer's attention sees them with its rows
+    hack_kv              ``self_attn.hack_kv``, ``[K, V]``: what a request left with ``collect``
+    imp_indices          the rows that were recomputed: the highest KV deviation (HKVD), and the question
+
+The flags are set around ``llm.generate``:
 
     model = blend_model(llm)
     model.cache_fuse_metadata["collect"] = True       # then every layer has self_attn.hack_kv
@@ -83,7 +91,9 @@ class CacheFuseMetadata(MutableMapping[str, Any]):
         org_pos: positions of all rows of the step, ``[org_seq_len]``.
         org_seq_len: their number.
         original_slot_mapping, our_slot_mapping: paged-cache slots of all and of the kept rows.
-        attn_bias: a backend's mask object, None where positions alone make the mask.
+        attn_bias: the mask: the prompt position of the last key that each row of ``imp_indices`` sees,
+            ``[num_kept]``. The paper's code has an object of xformers here; rows that stand apart have
+            a mask of their own, which is this in every backend.
         kv_cache_dtype: the paged cache's.
         fake_q: the paper's code filled it with random numbers to rotate K; unused here, always None.
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_blend.attention.base import BlendAttention, Fusion, RowPlaces, StoredSegments
+from vllm_blend.attention.base import (
+    BlendAttention,
+    Fusion,
+    RowPlaces,
+    StoredSegments,
+    last_keys,
+)
 from vllm_blend.core.kv import concat_kv
 from vllm_blend.core.layers import LayerKV
 from vllm_blend.core.stage_clock import StageClock
@@ -96,7 +102,7 @@ class ActiveRows:
         self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
-        self._cache_fuse_metadata = cache_fuse_metadata
+        self.cache_fuse_metadata = cache_fuse_metadata
         self._began = began(positions.device)
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
         self._fusing: dict[bool, Fusing] = {}
@@ -227,7 +233,7 @@ class ActiveRows:
             "org_seq_len": self.step.num_rows,
             "original_slot_mapping": slot_mapping[: self.step.num_rows],
             "our_slot_mapping": slot_mapping[self.rows],
-            "attn_bias": None,
+            "attn_bias": self._last_keys(),
             "kv_cache_dtype": self.step.kv_cache_dtype,
         }
 
@@ -251,14 +257,14 @@ class ActiveRows:
         index = impl.blend.index
         if not self.fusing(index).requests:
             return None
-        fusion = self.fusion(index, layer, self.status(index))
+        fusion = self.fusion(index, layer)
         with self.clock.stage("fuse"):
             stored_k: torch.Tensor | None = impl.fuse(layer, layer.kv_cache, fusion)
         for stored in self.fusing(index).stored:
             stored.done(index)
         return stored_k
 
-    def fusion(self, layer: int, attn: Any, status: Status) -> Fusion:
+    def fusion(self, layer: int, attn: Any) -> Fusion:
         """The stored KV of one layer and where it goes; to be fused before the layer is ``done``."""
         fusing = self.fusing(layer)
         for stored in fusing.stored:
@@ -273,7 +279,7 @@ class ActiveRows:
             if id(slots) not in fusing.slots:
                 fusing.slots[id(slots)] = slots[fusing.rows], self._all_positions[fusing.rows]
             slots, positions = fusing.slots[id(slots)]
-        return Fusion(status, old_kv, positions, slots, self._cache_fuse_metadata, fusing.is_joined)
+        return Fusion(old_kv, positions, slots, fusing.is_joined)
 
     def fusing(self, layer: int) -> Fusing:
         """Whose stored KV goes to the cache at ``layer``; shared by layers where it is the same."""
@@ -379,6 +385,13 @@ class ActiveRows:
         self._slots.clear()
         self._described.clear()
         self._fusing.clear()  # there may be more to fuse now
+
+    def _last_keys(self) -> torch.Tensor:
+        """The mask of the rows: the last key that each sees, ``[num_kept]``."""
+        if all(request.settings.mask == "exact" for request in self.step.blended):
+            return self.positions
+        stock = next(iter(self._context.attn_metadata.values()))
+        return last_keys(stock, self._row_places())
 
     def _row_places(self) -> RowPlaces:
         return RowPlaces(self.step, self.rows, self.positions, self.query_start_loc)

@@ -26,6 +26,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.compat.cuda import unowned
 from vllm_blend.core.plans import BlendPlan
+from vllm_blend.core.step import Status
 from vllm_blend.core.tensor_parallel import capturing_on
 from vllm_blend.model.active_rows import ActiveRows
 
@@ -312,6 +313,11 @@ class Capture:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._chain = Chain([], [])
         self._warm = False
+        self.cache_fuse_metadata = blending.cache_fuse_metadata
+
+    def status(self, layer: int) -> Status:
+        """What every layer does on rows that were chosen before it."""
+        return Status.AFTER_CHECK
 
     def run(self, frame: ActiveRows, inputs: Inputs, warm: bool = False) -> Chain:
         """Runs the model on rows that read and write nothing; ``warm``: without capturing it."""
