@@ -18,7 +18,7 @@ from vllm_blend.core.settings import BlendSettings
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.calibration import KEY, RATIOS, TRIES, Calibration
 from vllm_blend.server.request import BlendRequest
-from vllm_blend.server.scheduler import tier_fetches
+from vllm_blend.server.scheduler import tier_fetches, waiting
 from vllm_blend.store.controller import ComputeTime
 from vllm_blend.store.disk import DiskTier, FileSource
 
@@ -37,7 +37,7 @@ def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
         ) as engine,
     ):
         patch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)
-        patch.setattr(tier_fetches, "LOCATE_S", 5.0)
+        patch.setattr(waiting, "LOCATE_S", 5.0)
         yield engine
 
 
@@ -168,7 +168,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(
     started: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler(started).blend_own.pace._times = SLOW
-    monkeypatch.setattr(tier_fetches, "LOCATE_S", 0.3)
+    monkeypatch.setattr(waiting, "LOCATE_S", 0.3)
     stock = DiskTier.contains
     ask(started, [8])
     forget(started)
@@ -252,7 +252,7 @@ def test_a_server_without_auto_is_not_measured_until_it_is_asked(tiny: Any, tmp_
 def test_a_measurement_that_does_not_end_is_not_waited_for(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_fetches, "MEASURE_S", 0.3)
+    monkeypatch.setattr(waiting, "CALIBRATION_S", 0.3)
     monkeypatch.setattr(Calibration, "start", lambda self: [])  # no room for its request
     with server(tiny, tmp_path, recomp_ratio=0.3, quality_floor=0.2) as engine:
         drain(engine)

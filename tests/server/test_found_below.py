@@ -16,7 +16,7 @@ from engines import Engine, make_engine
 from vllm_blend.core.plans import ChunkIds
 from vllm_blend.server.chunks.chunk_contexts import Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
-from vllm_blend.server.scheduler import tier_fetches
+from vllm_blend.server.scheduler import tier_fetches, waiting
 from vllm_blend.store.disk import DiskTier
 
 AUTO = {"auto": True, "recomp_ratio": 0.3} | REPORT
@@ -35,7 +35,7 @@ def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=values) as engine,
     ):
         patch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)
-        patch.setattr(tier_fetches, "LOCATE_S", 5.0)
+        patch.setattr(waiting, "LOCATE_S", 5.0)
         yield engine
 
 
@@ -98,7 +98,7 @@ def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.M
             assert len(found) == 1
             found.claimed(tenant, [chunk_of(tenant, number, number + 50)])
     assert len(found) == 0
-    assert [tenant for tenant, _ in found.take_orders(()).claim] == list("abcdefg")
+    assert [tenant for tenant, _ in found.take_commands(()).claim] == list("abcdefg")
     assert [tenant for tenant, _ in found._below] == ["e", "f", "g"]
     prompt = [*range(900, 910), *range(8, 58)]
     assert found.find("g", prompt, 16) == [chunk_of("g", 8, 58)]
@@ -147,7 +147,7 @@ def test_a_slow_disk_is_not_waited_for(
     monkeypatch.setattr(DiskTier, "token_ids", slow)
     with server(tiny, written[0]) as engine:
         drain(engine)
-        monkeypatch.setattr(tier_fetches, "LOCATE_S", 0.2)
+        monkeypatch.setattr(waiting, "LOCATE_S", 0.2)
         prompt, _ = prompt_of(engine, [1, 2, 3])
         assert ask(engine, prompt)[1]["reused_tokens"] == 0
         read.set()

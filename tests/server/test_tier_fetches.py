@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler.lookup import Lookup
-from vllm_blend.server.scheduler.tier_fetches import Fetches, Waiting
+from vllm_blend.server.scheduler.tier_fetches import Fetches
+from vllm_blend.server.scheduler.waiting import State, Waiting
 from vllm_blend.server.worker.tier_io import TierIO
 from vllm_blend.store import ModelKey
 from vllm_blend.store.controller import Decision
@@ -35,17 +37,22 @@ def known_and_fetches() -> tuple[ChunkRegistry, Fetches]:
 def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
     """Another request's fetch brings it while this one asks where it is."""
     chunks, found = known_and_fetches()
-    one, two = (Waiting(BlendRequest(spans=((0, 50),), paced=True)) for _ in range(2))
+    now = time.monotonic()
+    one, two = (Waiting(BlendRequest(spans=((0, 50),), paced=True), now) for _ in range(2))
+    assert {request.advance(now, True, True) for request in (one, two)} == {State.ASK}
     found.waiting = {"one": one, "two": two}
     found.wait(one, [CHUNK])
-    (key,) = one.keys or ()
+    (key,) = one.chunks
     found.locate(two, [CHUNK])
     found.answer(key, found=True)
     found.found(key, ("host", 0))
+    assert two.advance(now, True, True) is State.DECIDE
     pace: Any = SimpleNamespace(decide=lambda *_: Decision(0.2, (True,), 0, 0, 0, ""))
     found.decide(two, [CHUNK], 51, pace)
-    assert two.done
-    assert [ask[0] for ask in found.take_orders(()).fetch] == [key]
+    assert {one.advance(time.monotonic(), True, True), two.advance(time.monotonic(), True, True)} == {
+        State.READY
+    }
+    assert [ask[0] for ask in found.take_commands(()).fetch] == [key]
     assert (len(found), chunks.num_tokens) == (0, 50)
 
 

@@ -1,10 +1,10 @@
 """The names of CacheBlend's own code (arXiv 2405.16444) on vLLM's inner model, and what they do here.
 
-    status               of a layer in a step (``core/step.py``): -1 decode, 0 full prefill, 1 check, 2 after
+    status               of a layer in a step: -1 decode, 0 full prefill, 1 check, 2 after check
     old_kvs              ``[[K, V], ...]`` of the chunks, one a layer; K before RoPE. Not changed
     cache_fuse_metadata  the flags and results below; each layer's attention sees them with its rows
     hack_kv              ``self_attn.hack_kv``, ``[K, V]``: what a request left with ``collect``
-    imp_indices          the rows that were recomputed: the highest KV deviation (HKVD), and the question
+    imp_indices          the rows that were recomputed: highest KV deviation (HKVD), and the question
 
 The flags are set around ``llm.generate``:
 

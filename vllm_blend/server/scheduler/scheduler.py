@@ -35,7 +35,8 @@ from vllm_blend.server.messages import COMMANDS, Lost, WorkerCommands, WorkerEve
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.request_reports import Reports, sizes
-from vllm_blend.server.scheduler.tier_fetches import Fetches, Waiting
+from vllm_blend.server.scheduler.tier_fetches import Fetches
+from vllm_blend.server.scheduler.waiting import State, Waiting
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -79,7 +80,7 @@ class BlendScheduler:
             self.blend_chunks,
             hasher,
             self._block_size,
-            on_measured=self._ask_all,
+            on_measured=self._calibrated,
         )
         background = self.blend_own.background
         self.blend_fetches: Fetches | None = None
@@ -123,49 +124,42 @@ class BlendScheduler:
             else:
                 assert self.blend_own.pace is not None
                 self.blend_own.pace.wanted |= wish.paced
-                self.blend_fetches.waiting[request.request_id] = Waiting(wish)
-                self._ask(request)
+                self.blend_fetches.waiting[request.request_id] = Waiting(wish, time.monotonic())
+                self._advance(self.blend_fetches, request)
         stock.add_request(request)
 
-    def _ask(self, request: Any) -> None:
-        """Asks for the chunks that a waiting request lacks, or first for where they are, once
-        the engine is measured."""
-        fetches, pace = self.blend_fetches, self.blend_own.pace
-        if fetches is None or pace is None:
-            return
-        waiting = fetches.waiting[request.request_id]
-        paced = waiting.wish.paced and bool(waiting.wish.spans)
-        if paced and not pace.done:
-            if waiting.awaits_measurement():
-                return
-            paced = False
+    def _advance(self, fetches: Fetches, request: Any) -> Waiting:
+        """Takes a waiting request as far as it gets now."""
+        waiting, calibration = fetches.waiting[request.request_id], self.blend_own.pace
+        assert calibration is not None
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
-        if fetches.holds(waiting, tenant):
-            return
+        indexed = not waiting.wish.auto or fetches.claim(tenant)
+        state = waiting.advance(time.monotonic(), calibration.done, indexed)
+        if state not in (State.ASK, State.DECIDE):
+            return waiting
         marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
-        missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
-        found = []
-        if waiting.wish.auto:
-            found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
-        if paced:
-            for chunk in found:
-                fetches.ask(chunk)
-            fetches.locate(waiting, missing)
+        if state is State.DECIDE:
+            fetches.decide(waiting, marked, len(tokens), calibration)
         else:
-            fetches.wait(waiting, missing + found)
+            missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
+            found = []
+            if waiting.wish.auto:
+                found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
+            if waiting.paced:
+                for chunk in found:
+                    fetches.ask(chunk)
+                fetches.locate(waiting, missing)
+            else:
+                fetches.wait(waiting, missing + found)
+        return self._advance(fetches, request)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Asked by vLLM's scheduler before it lets a request in."""
         stock: Any = super()
         fetches = self.blend_fetches
-        if fetches is not None and (waiting := fetches.waiting.get(request.request_id)):
-            if waiting.keys is None and waiting.looked_for is None:
-                self._ask(request)  # what it waited for may be there, or long enough in coming
-            if waiting.located and self.blend_own.pace is not None:
-                tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
-                marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
-                fetches.decide(waiting, marked, len(tokens), self.blend_own.pace)
-            if not waiting.done:
+        if fetches is not None and request.request_id in fetches.waiting:
+            waiting = self._advance(fetches, request)
+            if waiting.state is not State.READY:
                 return False
             del fetches.waiting[request.request_id]
             self._plan(request, waiting.wish, waiting)
@@ -203,9 +197,8 @@ class BlendScheduler:
             asked=wish.report,
             decided=waited.told if waited is not None else None,
         )
-        if waited is not None and (waited.keys or waited.looked_for):
-            loaded = sum(span.key in (waited.keys or ()) for span in spans)
-            seconds = min(waited.until, time.monotonic()) - waited.since
+        if waited is not None and (seconds := waited.seconds(time.monotonic())) is not None:
+            loaded = sum(span.key in waited.chunks for span in spans)
             self.blend_reports.waited(request.request_id, seconds, loaded)
 
     # --- steps -------------------------------------------------------------------------------
@@ -217,11 +210,11 @@ class BlendScheduler:
         self._rows_left = self._step_rows
         output = stock.schedule(*args, **kwargs)
         self.blend_own.background.stalled = not output.num_scheduled_tokens
-        orders = WorkerCommands(self.blend_chunks.take_drops())
+        commands = WorkerCommands(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
-            orders = self.blend_fetches.take_orders(orders.drop)
-        if orders != WorkerCommands():
-            setattr(output, COMMANDS, orders)
+            commands = self.blend_fetches.take_commands(commands.drop)
+        if commands != WorkerCommands():
+            setattr(output, COMMANDS, commands)
         setattr(output, STARTED, time.monotonic())
         return output
 
@@ -273,16 +266,15 @@ class BlendScheduler:
             return 0
         return min(window, config.long_prefill_token_threshold or window)
 
-    def _ask_all(self) -> None:
-        """Something that requests waited for is done."""
+    def _calibrated(self) -> None:
+        """The engine's times are known."""
         fetches, pace = self.blend_fetches, self.blend_own.pace
         if fetches is None or pace is None:
             return
         if pace.done:
             fetches.computed(*pace.longest)
-        for request_id, waiting in fetches.waiting.items():
-            if waiting.keys is None and waiting.looked_for is None:
-                self._ask(self.requests[request_id])
+        for request_id in fetches.waiting:
+            self._advance(fetches, self.requests[request_id])
 
     def has_requests(self) -> bool:
         stock: Any = super()

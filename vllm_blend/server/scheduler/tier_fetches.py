@@ -9,10 +9,8 @@ Where the ratio is ``"auto"``, chunks are first looked for, and only those that 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.core.prompt import TokenIds
@@ -22,78 +20,17 @@ from vllm_blend.server.chunks.token_index import SequenceIndex, Windows
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.internal.calibration import Calibration
 from vllm_blend.server.messages import Place, WorkerCommands
-from vllm_blend.server.request import BlendRequest
-from vllm_blend.store.controller import Decision, Located
+from vllm_blend.server.scheduler.waiting import State, Waiting
+from vllm_blend.store.controller import Located
 from vllm_blend.store.load_time import LoadTime
 
 MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
-LOCATE_S = 1.0
-"""A request waits this long, at most, for where its chunks are."""
-MEASURE_S = 30.0
-"""A request waits this long, at most, for the engine to be measured; a busy one takes longer."""
 FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
 """Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants; with a
 stand-in, of a tenant's chunks computed behind the same, and such sets."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that waits.
-
-    Attributes:
-        wish: what it asks for.
-        keys: chunks that it waits for; None: they are not asked for yet.
-        since: when it asked for them.
-        until: when it waits no longer.
-        ask_until: when it asks, even if its tenant's chunks on disk are not known yet.
-        measure_until: likewise, even if the engine is not measured yet; then its ratio is the floor.
-        looked_for: chunks whose place is asked for; None: none were.
-        places: of those, the ones that were found, or not.
-        decision: which of its marked chunks to wait for, and the ratio.
-        tiers: where each marked chunk was; None: nowhere.
-    """
-
-    wish: BlendRequest
-    keys: frozenset[ChunkKey] | None = None
-    since: float = 0.0
-    until: float = 0.0
-    ask_until: float = 0.0
-    measure_until: float = 0.0
-    looked_for: dict[ChunkKey, ChunkIds] | None = None
-    places: dict[ChunkKey, Place] = field(default_factory=dict)
-    decision: Decision | None = None
-    tiers: tuple[str | None, ...] = ()
-
-    def awaits_measurement(self) -> bool:
-        """Whether it is to wait until the engine is measured; not for ever."""
-        self.measure_until = self.measure_until or time.monotonic() + MEASURE_S
-        return time.monotonic() < self.measure_until
-
-    @property
-    def located(self) -> bool:
-        """Whether it is known where its chunks are, and it did not ask for them yet."""
-        if self.looked_for is None or self.keys is not None:
-            return False
-        late = time.monotonic() >= self.since + LOCATE_S
-        return late or self.places.keys() >= self.looked_for.keys()
-
-    @property
-    def told(self) -> dict[str, Any] | None:
-        """The decision, for its report."""
-        if self.decision is None:
-            return None
-        lists = {"load": list(self.decision.load), "tiers": list(self.tiers)}
-        found = asdict(self.decision) | lists
-        slow = zip(self.tiers, self.decision.load, strict=True)
-        return found | {"slow_chunks": dict(Counter(tier for tier, load in slow if tier and not load))}
-
-    @property
-    def done(self) -> bool:
-        """Whether it need not wait any more."""
-        return self.keys is not None and time.monotonic() >= self.until
 
 
 class Fetches:
@@ -138,14 +75,13 @@ class Fetches:
 
     def locate(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait until it is known where chunks are."""
-        request.looked_for = {chunk_key(chunk): chunk for chunk in missing}
-        request.since = time.monotonic()
+        request.locate({chunk_key(chunk): chunk for chunk in missing}, time.monotonic())
         self._to_locate |= request.looked_for
 
     def found(self, key: ChunkKey, place: Place) -> None:
         """Where a chunk is."""
         for request in self.waiting.values():
-            if request.looked_for is not None and key in request.looked_for:
+            if key in request.looked_for:
                 request.places[key] = place
 
     def claim(self, tenant: str) -> bool:
@@ -154,13 +90,6 @@ class Fetches:
             self._claims[tenant] = False
             self._to_claim.append(tenant)
         return self._claims[tenant]
-
-    def holds(self, request: Waiting, tenant: str) -> bool:
-        """Whether a request is to wait until its tenant's chunks on disk are known; not for long."""
-        if not request.wish.auto or self.claim(tenant):
-            return False
-        request.ask_until = request.ask_until or time.monotonic() + LOCATE_S
-        return time.monotonic() < request.ask_until
 
     def claimed(self, tenant: str, chunks: Sequence[ChunkIds]) -> None:
         """A tenant's chunks on disk, most recently used first."""
@@ -218,7 +147,6 @@ class Fetches:
             marked: the chunks that the request names.
             num_tokens: of its prompt.
         """
-        assert request.looked_for is not None
         chunks: list[Located] = []
         tiers: list[str | None] = []
         keys = [chunk_key(chunk) for chunk in marked]
@@ -238,17 +166,17 @@ class Fetches:
         of_key = zip(keys, marked, decision.load, strict=True)
         self.wait(request, [c for key, c, load in of_key if load and key in request.looked_for])
 
-    def take_orders(self, drop: tuple[ChunkKey, ...]) -> WorkerCommands:
+    def take_commands(self, drop: tuple[ChunkKey, ...]) -> WorkerCommands:
         """What the model's process is to do; ``drop`` beside it."""
         contexts = frozenset((self._contexts.first, self._contexts.later))
-        orders = WorkerCommands(
+        commands = WorkerCommands(
             drop,
             fetch=tuple(self._to_ask),
             locate=tuple(self._to_locate.items()),
             claim=tuple((tenant, contexts) for tenant in self._to_claim),
         )
         self._to_ask, self._to_locate, self._to_claim = [], {}, []
-        return orders
+        return commands
 
     def answer(self, key: ChunkKey, found: bool) -> None:
         """The model's process has the chunk now, or cannot have it."""
@@ -262,19 +190,15 @@ class Fetches:
         else:
             self._chunks.commit(key)
         for request in self.waiting.values():
-            if request.keys and not request.keys & self._pending.keys():
-                request.until = min(request.until, time.monotonic())
+            if request.state is State.CHUNKS and not request.chunks & self._pending.keys():
+                request.come(time.monotonic())
 
     def wait(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait for chunks."""
         asked = {key: chunk for chunk in missing if (key := self.ask(chunk)) is not None}
         num_tokens = sum(len(chunk.token_ids) for chunk in asked.values())
-        request.keys = frozenset(asked)
-        request.until = time.monotonic()
-        if request.looked_for is None:
-            request.since = request.until
-        if asked:
-            request.until += max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3))
+        seconds = max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3)) if asked else 0.0
+        request.wait(asked, time.monotonic(), seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step without blending took this long."""
