@@ -26,7 +26,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(cpu) ## install what a CPU needs into .venv, then ask a small real model ten questions, with and without reuse
-	$(bin)/python example/blend.py $(ARGS)
+	$(bin)/python example/demo.py $(ARGS)
 
 test: $(test) ## every test that needs no GPU
 	$(bin)/python -m pytest -n 2 --dist loadfile $(ARGS)
