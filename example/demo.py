@@ -32,7 +32,7 @@ from rich.text import Text
 from vllm import SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
-from vllm_blend.blender import BlendPrompt
+from vllm_blend.api.blender import BlendPrompt
 
 INPUTS = pathlib.Path(__file__).parent.parent.glob("inputs/*.json")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, stop=["\n"])
@@ -99,7 +99,8 @@ def print_summary(console: Console, rows: list[Row], once: float) -> None:
         f"With {share:.0%} of a prompt computed anew the first token came [bold]{speedup:.1f} times[/] "
         f"sooner (medians), and {reuse} answers were right, by full prefill {full}.\n"
         f"Computing the chunks' KV beforehand took {once:.0f} s, which is in no TTFT. "
-        "The questions were chosen for a small model; docs/quality.md measures what reuse costs.",
+        "The questions were chosen so that a small model answers most of them in both ways; what reuse "
+        "costs on questions that nobody chose is in docs/quality.md.",
         highlight=False,
         soft_wrap=True,
     )
