@@ -59,7 +59,8 @@ def measured() -> tuple[dict[str, tuple[float, int]], float, str]:
     return times, float(row["prefix hit (ratio)"]), source
 
 
-def main() -> None:
+def picture() -> str:
+    """The SVG."""
     times, prefix_ratio, source = measured()
     stock, all_rows = times["stock"]
     default, rows = times["ahead*static 8%, KV pinned"]
@@ -117,7 +118,7 @@ def main() -> None:
     ]
     height = y + 46
     body = "\n".join(out).replace(' weight="', ' font-weight="')
-    (DOCS / "three_prefills.svg").write_text(
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {height}" width="880" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img" '
         'aria-label="One prompt prefilled three ways: full prefill, prefix cache, blended">\n'
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    (DOCS / "three_prefills.svg").write_text(picture(), encoding="utf-8")
