@@ -111,8 +111,11 @@ def one_llm() -> Iterator[OneLLM]:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.page == p and b.language == "python" for b in ALL)], ids=str
+    "page",
+    [page for page in PAGES if any(b.page == page and b.language == "python" for b in ALL)],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_python(
     page: Path, one_llm: OneLLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
