@@ -81,17 +81,17 @@ def test_acts_out_of_turn_are_refused() -> None:
 
 
 @given(
-    wish=st.sampled_from([PACED, AUTO, BlendRequest(spans=SPANS, auto=True, paced=True)]),
+    blend_request=st.sampled_from([PACED, AUTO, BlendRequest(spans=SPANS, auto=True, paced=True)]),
     steps=st.lists(
         st.tuples(st.floats(0.001, 5), st.booleans(), st.booleans(), st.booleans()), max_size=40
     ),
     seconds=st.floats(0, 3),
 )
 def test_nobody_waits_for_ever_and_no_state_comes_back(
-    wish: Any, steps: list[tuple[float, bool, bool, bool]], seconds: float
+    blend_request: Any, steps: list[tuple[float, bool, bool, bool]], seconds: float
 ) -> None:
     """Whatever comes and whenever: the sum of the bounds ends it."""
-    now, request = 0.0, Waiting(wish, 0.0)
+    now, request = 0.0, Waiting(blend_request, 0.0)
     order, last = list(State), 0
     for step, calibrated, indexed, found in [*steps, *[(LOCATE_S, False, False, False)] * 40]:
         now += step

@@ -41,7 +41,7 @@ from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
 from vllm_blend.plugin.step_requests import plan_step
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.server.frontend.admission import admit as admit_wish
+from vllm_blend.server.frontend.admission import admit as admit_request
 from vllm_blend.server.frontend.admission import check_can_blend, count_reports
 from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
 
@@ -147,7 +147,7 @@ def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives a new request its plan or its wish, or refuses it with ValueError before it is queued."""
+    """Gives a new request its plan or its ``BlendRequest``, or refuses it by ValueError."""
     request = stock(processor, *args, **kwargs)
     params = request.sampling_params
     if params is None:
@@ -162,7 +162,7 @@ def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
         _admit_plan(request, plan, blending)
     else:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
-        admit_wish(processor.vllm_config, request, plan, prompt)
+        admit_request(processor.vllm_config, request, plan, prompt)
     return request
 
 

@@ -37,9 +37,9 @@ class ServerSettings:
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
-        ram_gb: memory for chunks' KV, in GiB.
+        ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
-            are written to its other tiers from behind, and are found there again.
+            are written to its other tiers later, and are found there again.
         step_rows: rows that a step computes at most; a blended prompt's reused tokens do not count, so
             that several share a step where ``--max-num-batched-tokens`` leaves them room. None: as many
             as that.
@@ -94,7 +94,7 @@ class ServerSettings:
     def chunk_bytes(self) -> int:
         """Memory for the KV of known chunks; of a store's, a tenth is left for those on their way."""
         if self.store is None:
-            return int(self.ram_gb * 2**30)
+            return int(self.ram_gb * 1e9)
         return int(0.9 * self.store["host_gb"] * 1e9)
 
     @classmethod

@@ -45,19 +45,21 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
     )
     params = request.sampling_params
     try:
-        wish = BlendRequest.parse(field, defaults)
-        if wish.paced and settings.store is None:
+        blend_request = BlendRequest.parse(field, defaults)
+        if blend_request.paced and settings.store is None:
             raise ValueError(NO_STORE)
-        if field is not None and not wish.off:
+        if field is not None and not blend_request.off:
             check_can_blend(request)
-        wish.settings.check_architecture([vllm_config.model_config.architecture])
+        blend_request.settings.check_architecture([vllm_config.model_config.architecture])
         config = vllm_config.model_config.hf_text_config
-        wish.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
+        blend_request.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
     except ValueError as error:
         raise _refusal(str(error)) from None
-    wanted = not wish.off and (wish.spans or wish.auto) and _can_blend(request)
+    wanted = (
+        not blend_request.off and (blend_request.spans or blend_request.auto) and _can_blend(request)
+    )
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k != EXTRA_ARG}
-    params.extra_args = extra_args | ({EXTRA_ARG: wish.to_wire()} if wanted else {})
+    params.extra_args = extra_args | ({EXTRA_ARG: blend_request.to_wire()} if wanted else {})
 
 
 def check_can_blend(request: Any) -> None:

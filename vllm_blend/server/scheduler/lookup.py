@@ -44,11 +44,13 @@ class Lookup:
         self._num_seen = 0
 
     def __call__(
-        self, tenant: str, tokens: TokenIds, wish: BlendRequest
+        self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
     ) -> tuple[list[KeyedSpan], int]:
         """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
         spans, missed = [], 0
-        for (start, end), chunk in zip(wish.spans, self.marked(tenant, tokens, wish), strict=True):
+        for (start, end), chunk in zip(
+            blend_request.spans, self.marked(tenant, tokens, blend_request), strict=True
+        ):
             key, context = self.known(chunk)
             if context != chunk.context:
                 self.miss(chunk)  # the next prompt gets it behind what suits its place
@@ -57,17 +59,17 @@ class Lookup:
             else:
                 exact = tokens[:start] == context
                 spans.append(KeyedSpan(start, end, key, exact=exact))
-        if wish.auto:
+        if blend_request.auto:
             windows = Windows.of(tokens)
             spans += self._find(tenant, windows, spans)
             self._learn(tenant, tokens, windows, spans)
         return sorted(spans, key=lambda span: span.start), missed
 
-    def marked(self, tenant: str, tokens: TokenIds, wish: BlendRequest) -> list[ChunkIds]:
+    def marked(self, tenant: str, tokens: TokenIds, blend_request: BlendRequest) -> list[ChunkIds]:
         """The chunks that a request names, each behind what suits its place."""
         return [
-            ChunkIds(tenant, tokens[start:end], self._contexts.at(start, wish.spans[0][0]))
-            for start, end in wish.spans
+            ChunkIds(tenant, tokens[start:end], self._contexts.at(start, blend_request.spans[0][0]))
+            for start, end in blend_request.spans
         ]
 
     def known(self, chunk: ChunkIds) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:

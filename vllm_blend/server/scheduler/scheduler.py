@@ -118,13 +118,15 @@ class BlendScheduler:
         params = request.sampling_params
         wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(wire, dict):
-            wish = BlendRequest.from_wire(wire)
+            blend_request = BlendRequest.from_wire(wire)
             if self.blend_fetches is None:
-                self._plan(request, wish)
+                self._plan(request, blend_request)
             else:
                 assert self.blend_own.pace is not None
-                self.blend_own.pace.wanted |= wish.paced
-                self.blend_fetches.waiting[request.request_id] = Waiting(wish, time.monotonic())
+                self.blend_own.pace.wanted |= blend_request.paced
+                self.blend_fetches.waiting[request.request_id] = Waiting(
+                    blend_request, time.monotonic()
+                )
                 self._advance(self.blend_fetches, request)
         stock.add_request(request)
 
@@ -132,18 +134,18 @@ class BlendScheduler:
         """Takes a waiting request as far as it gets now."""
         waiting, calibration = fetches.waiting[request.request_id], self.blend_own.pace
         assert calibration is not None
-        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.wish)
-        indexed = not waiting.wish.auto or fetches.claim(tenant)
+        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.blend_request)
+        indexed = not waiting.blend_request.auto or fetches.claim(tenant)
         state = waiting.advance(time.monotonic(), calibration.done, indexed)
         if state not in (State.ASK, State.DECIDE):
             return waiting
-        marked = self.blend_lookup.marked(tenant, tokens, waiting.wish)
+        marked = self.blend_lookup.marked(tenant, tokens, waiting.blend_request)
         if state is State.DECIDE:
             fetches.decide(waiting, marked, len(tokens), calibration)
         else:
             missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
             found = []
-            if waiting.wish.auto:
+            if waiting.blend_request.auto:
                 found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
             if waiting.paced:
                 for chunk in found:
@@ -162,18 +164,18 @@ class BlendScheduler:
             if waiting.state is not State.READY:
                 return False
             del fetches.waiting[request.request_id]
-            self._plan(request, waiting.wish, waiting)
+            self._plan(request, waiting.blend_request, waiting)
         return bool(stock._handle_blocked_waiting_request(request))
 
-    def _plan(self, request: Any, wish: BlendRequest, waited: Waiting | None = None) -> None:
-        """Gives the request its plan, or takes its wish away where nothing can be reused."""
+    def _plan(self, request: Any, blend_request: BlendRequest, waited: Waiting | None = None) -> None:
+        """Gives the request its plan, or lets it be prefilled in full where nothing can be reused."""
         start = time.perf_counter()
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
-        tenant = _tenant(request, wish)
-        spans, missed = self.blend_lookup(tenant, tokens, wish)
+        tenant = _tenant(request, blend_request)
+        spans, missed = self.blend_lookup(tenant, tokens, blend_request)
         why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
-        settings, decision = wish.settings, waited.decision if waited is not None else None
+        settings, decision = blend_request.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
         elif decision is not None and waited is not None and any(waited.tiers):
@@ -181,7 +183,7 @@ class BlendScheduler:
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
         plan = None
         if spans:
-            timed = wish.report or bool(self.log_stats)
+            timed = blend_request.report or bool(self.log_stats)
             plan = KeyedPlan(tuple(spans), settings, timed)
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
@@ -194,7 +196,7 @@ class BlendScheduler:
             missed=missed,
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
-            asked=wish.report,
+            asked=blend_request.report,
             decided=waited.told if waited is not None else None,
         )
         if waited is not None and (seconds := waited.seconds(time.monotonic())) is not None:
@@ -395,5 +397,5 @@ class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with blending."""
 
 
-def _tenant(request: Any, wish: BlendRequest) -> str:
-    return wish.tenant or request.cache_salt or ""
+def _tenant(request: Any, blend_request: BlendRequest) -> str:
+    return blend_request.tenant or request.cache_salt or ""

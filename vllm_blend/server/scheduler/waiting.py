@@ -44,7 +44,7 @@ class Waiting:
     """A request that waits.
 
     Args:
-        wish: what it asks for.
+        blend_request: what it asks for.
         now: in seconds, as all times here.
 
     Attributes:
@@ -60,9 +60,9 @@ class Waiting:
         tiers: where each marked chunk was; None: nowhere.
     """
 
-    def __init__(self, wish: BlendRequest, now: float) -> None:
-        self.wish = wish
-        self.paced = wish.paced and bool(wish.spans)
+    def __init__(self, blend_request: BlendRequest, now: float) -> None:
+        self.blend_request = blend_request
+        self.paced = blend_request.paced and bool(blend_request.spans)
         self.looked_for: dict[ChunkKey, ChunkIds] = {}
         self.places: dict[ChunkKey, Place] = {}
         self.chunks: frozenset[ChunkKey] = frozenset()
@@ -83,7 +83,7 @@ class Waiting:
             self.paced = calibrated
             self._enter(State.INDEX, now)
             waited = 0.0
-        if self.state is State.INDEX and (not self.wish.auto or indexed or waited >= LOCATE_S):
+        if self.state is State.INDEX and (not self.blend_request.auto or indexed or waited >= LOCATE_S):
             self._enter(State.ASK, now)
         all_found = self.places.keys() >= self.looked_for.keys()
         if self.state is State.PLACES and (all_found or waited >= LOCATE_S):
