@@ -453,6 +453,13 @@ def test_rows_are_those_of_plain_python(
     check_rows(rows, name, view, seed, count)
 
 
+@pytest.mark.parametrize("seed", [0, 1300, 2**32 - 1])
+def test_any_seed_gives_numbers_in_the_unit_interval(seed: int) -> None:
+    found = hashed(torch.arange(1000), seed)
+    assert float(found.min()) >= 0 and float(found.max()) < 1
+    assert len(found.unique()) > 900
+
+
 def test_random_rows_depend_on_the_seed_and_are_spread() -> None:
     positions = torch.arange(10_000)
     one, two = hashed(positions, 0), hashed(positions, 1)
@@ -472,7 +479,7 @@ def test_random_rows_depend_on_the_seed_and_are_spread() -> None:
         (dict(policy="ahead*"), "policy is 'ahead\\*'; allowed: .*products"),
         (dict(policy="heads+hkvd"), "policy is 'heads\\+hkvd'; allowed: .*products"),
         (dict(policy="heads*hkvd"), "heads is an order without scores"),
-        (dict(seed=-1), "seed is -1; expected a whole number from 0"),
+        (dict(seed=-1), "seed is -1; expected a whole number from 0 to 4294967295"),
     ],
 )
 def test_settings_refuse_by_name(settings: dict[str, Any], message: str) -> None:

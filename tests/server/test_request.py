@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,19 +37,19 @@ def test_an_object_and_its_json_are_the_same_request() -> None:
         "recomp_ratios": [0.5, 0.1],
         "check_layers": [1, 3],
     }
-    wish = parse(value)
-    assert parse(json.dumps(value)) == wish
-    assert wish.spans == ((0, 4), (4, 9))
-    assert (wish.auto, wish.tenant, wish.report) == (True, "a", True)
-    assert wish.settings.recomp_ratios == (0.5, 0.1)
+    blend_request = parse(value)
+    assert parse(json.dumps(value)) == blend_request
+    assert blend_request.spans == ((0, 4), (4, 9))
+    assert (blend_request.auto, blend_request.tenant, blend_request.report) == (True, "a", True)
+    assert blend_request.settings.recomp_ratios == (0.5, 0.1)
     assert parse({}) == DEFAULTS
 
 
 @pytest.mark.parametrize("settings", [BlendSettings(), BlendSettings((1, 2), 0.5, (0.5, 0.5))])
 def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
-    wish = BlendRequest(((1, 3), (3, 7)), True, settings, "t", True)
-    wire = json.loads(json.dumps(wish.to_wire()))  # msgpack, too, has lists for tuples
-    assert BlendRequest.from_wire(wire) == wish
+    blend_request = BlendRequest(((1, 3), (3, 7)), True, settings, "t", True)
+    wire = json.loads(json.dumps(blend_request.to_wire()))  # msgpack, too, has lists for tuples
+    assert BlendRequest.from_wire(wire) == blend_request
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,18 @@ def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
         ({"mask": "none"}, "mask is 'none'"),
         ({"mask": {}}, "mask is {}"),
         ({"policy": []}, r"policy is \[\]"),
+        ({"policy": "*".join(["random"] * 1500)}, "1500 factors; allowed: 3 at most"),
+        (
+            {"seed": 2**70},
+            "seed is 1180591620717411303424; expected a whole number from 0 to 4294967295",
+        ),
+        ({"seed": -1}, "seed is -1"),
+        ({"recomp_ratio": 10**400}, "recomp_ratio is a number of 1329 bits; allowed: 0 to 1"),
+        ({"recomp_ratio": -(10**4000)}, "recomp_ratio is a number of 13288 bits"),
+        ({"check_layers": list(range(1, 30))}, "check_layers has 29 layers; allowed: 8 at most"),
+        ({"tenant": "a\ud800"}, r"tenant is 'a\\ud800'; expected a text that UTF-8 can hold"),
+        ({"tenant": "t" * 300}, "tenant has 300 characters; allowed: 256 at most"),
+        ({"spans": [[i, i + 1] for i in range(2000)]}, "spans has 2000 entries; allowed: 1024"),
     ],
 )
 def test_bad_values_are_refused_by_name(value: Any, named: str) -> None:
@@ -79,8 +92,10 @@ def test_bad_values_are_refused_by_name(value: Any, named: str) -> None:
         parse(value)
 
 
+numbers = st.integers() | st.integers(-(2**4000), 2**4000) | st.floats()
+texts = st.text(max_size=8) | st.text(st.characters(categories=("Cs", "Ll")), max_size=3)
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none() | st.booleans() | numbers | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
@@ -95,6 +110,7 @@ keys = st.sampled_from(
         "check_layers",
         "mask",
         "policy",
+        "seed",
     ]
 )
 spans = st.lists(st.lists(st.integers(-3, 40), min_size=1, max_size=3), max_size=4)
@@ -105,14 +121,15 @@ def test_any_value_is_a_request_that_fits_or_a_value_error(
     value: Any, as_json: bool, num_tokens: int
 ) -> None:
     try:
-        wish = parse(json.dumps(value) if as_json else value)
-        wish.check(num_tokens, num_layers=5)
+        blend_request = parse(json.dumps(value) if as_json else value)
+        blend_request.check(num_tokens, num_layers=5)
     except ValueError as error:
-        assert str(error)
+        assert 0 < len(str(error)) < 600
         return
-    ends = [end for span in wish.spans for end in span]
-    assert wish.off or value is None or (ends == sorted(ends) and ends[-1] < num_tokens)
-    assert all(start < end for start, end in wish.spans)
+    msgspec.msgpack.encode(blend_request.to_wire())  # as vLLM sends it to the engine
+    ends = [end for span in blend_request.spans for end in span]
+    assert blend_request.off or value is None or (ends == sorted(ends) and ends[-1] < num_tokens)
+    assert all(start < end for start, end in blend_request.spans)
 
 
 @pytest.mark.parametrize(

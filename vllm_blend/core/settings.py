@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -29,6 +28,10 @@ LOOP_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 """Architectures whose layers that loop knows how to call."""
 
 
+MAX_SEED, MAX_FACTORS, MAX_CHECK_LAYERS = 2**32 - 1, 3, 8
+"""Bounds of what a request may ask for, since each factor and each check layer costs time."""
+
+
 @dataclass(frozen=True)
 class BlendSettings:
     """Which tokens of the reused chunks are recomputed, and where that is decided.
@@ -49,7 +52,7 @@ class BlendSettings:
             Those that ask the question fall back in windows of a chunked prefill that do not hold it,
             to ``"static"`` or, with ``"hkvd"``, to that; those that look at chunk heads need a span
             for each chunk.
-        seed: for ``"random"``.
+        seed: for ``"random"``, up to ``MAX_SEED``.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -74,10 +77,12 @@ class BlendSettings:
                 )
             object.__setattr__(self, "recomp_ratios", ratios)
         if self.mask not in MASKS:
-            raise ValueError(f"mask is {self.mask!r}; allowed: {', '.join(MASKS)}")
+            raise ValueError(f"mask is {short(self.mask)}; allowed: {', '.join(MASKS)}")
         policy_factors(self.policy)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed is {self.seed!r}; expected a whole number from 0")
+        if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(
+                f"seed is {short(self.seed)}; expected a whole number from 0 to {MAX_SEED}"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> BlendSettings:
@@ -129,7 +134,7 @@ class BlendSettings:
         """Raises ValueError if a check layer is not a layer of the model."""
         if self.check_layers[-1] >= num_layers:
             raise ValueError(
-                f"check_layers is {list(self.check_layers)}, but the model has {num_layers} "
+                f"check_layers is {short(list(self.check_layers))}, but the model has {num_layers} "
                 f"layers; allowed: 1 to {num_layers - 1}"
             )
 
@@ -140,30 +145,36 @@ def policy_factors(policy: Any) -> list[str]:
     names = policy.split("*") if isinstance(policy, str) else [""]
     if any(name not in POLICIES for name in names):
         raise ValueError(
-            f"policy is {policy!r}; allowed: {', '.join(POLICIES)}, and products a*b of them"
+            f"policy is {short(policy)}; allowed: {', '.join(POLICIES)}, and products a*b of them"
+        )
+    if len(names) > MAX_FACTORS:
+        raise ValueError(
+            f"policy is {short(policy)}, {len(names)} factors; allowed: {MAX_FACTORS} at most"
         )
     if "heads" in names and len(names) > 1:
-        raise ValueError(f"policy is {policy!r}; heads is an order without scores, so it is no factor")
+        raise ValueError(
+            f"policy is {short(policy)}; heads is an order without scores, so it is no factor"
+        )
     return names
 
 
 def check_ratio(name: str, value: Any) -> float:
     """``value`` as a float in [0, 1], or ValueError naming ``name``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{name} is {value!r}; expected a number from 0 to 1")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ValueError(f"{name} is {short(value)}; expected a number from 0 to 1")
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; allowed: 0 to 1")
+        raise ValueError(f"{name} is {short(value)}; allowed: 0 to 1")
     return float(value)
 
 
 def check_ratio_list(values: Any) -> tuple[float, ...]:
     """``values`` as a non-rising tuple of ratios, or ValueError."""
     if isinstance(values, str) or not hasattr(values, "__iter__"):
-        raise ValueError(f"recomp_ratios is {values!r}; expected a list of numbers from 0 to 1")
+        raise ValueError(f"recomp_ratios is {short(values)}; expected a list of numbers from 0 to 1")
     ratios = tuple(check_ratio(f"recomp_ratios[{i}]", ratio) for i, ratio in enumerate(values))
     if any(later > earlier for earlier, later in zip(ratios, ratios[1:], strict=False)):
         raise ValueError(
-            f"recomp_ratios is {list(ratios)}; a row that was dropped cannot come back, so the "
+            f"recomp_ratios is {short(list(ratios))}; a row that was dropped cannot come back, so the "
             "ratios must not rise"
         )
     return ratios
@@ -172,21 +183,33 @@ def check_ratio_list(values: Any) -> tuple[float, ...]:
 def check_layer_list(values: Any) -> tuple[int, ...]:
     """``values`` as an ascending tuple of layer indices from 1, or ValueError."""
     if isinstance(values, str) or not hasattr(values, "__iter__"):
-        raise ValueError(f"check_layers is {values!r}; expected a list of layer indices")
+        raise ValueError(f"check_layers is {short(values)}; expected a list of layer indices")
     layers = tuple(values)
     if not layers:
         raise ValueError("check_layers is empty; give at least one layer, e.g. [1]")
+    if len(layers) > MAX_CHECK_LAYERS:
+        raise ValueError(f"check_layers has {len(layers)} layers; allowed: {MAX_CHECK_LAYERS} at most")
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise ValueError(f"check_layers is {list(layers)}; {layer!r} is not a layer index")
+            raise ValueError(
+                f"check_layers is {short(list(layers))}; {short(layer)} is not a layer index"
+            )
         if layer < 1:
             raise ValueError(
-                f"check_layers is {list(layers)}; layer 0 has the same K and V in any context, "
+                f"check_layers is {short(list(layers))}; layer 0 has the same K and V in any context, "
                 "so the first layer that can choose is 1"
             )
     if any(later <= earlier for earlier, later in zip(layers, layers[1:], strict=False)):
-        raise ValueError(f"check_layers is {list(layers)}; the layers must ascend")
+        raise ValueError(f"check_layers is {short(list(layers))}; the layers must ascend")
     return layers
+
+
+def short(value: Any) -> str:
+    """``value`` for an error message, cut where it is long; an int of any size has one."""
+    if type(value) is int and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 PAPER = BlendSettings(policy="hkvd", recomp_ratio=0.16)

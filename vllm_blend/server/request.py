@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from vllm_blend.core.plans import check_spans
-from vllm_blend.core.settings import BlendSettings
+from vllm_blend.core.settings import BlendSettings, short
 from vllm_blend.server.config import split_ratio
 from vllm_blend.store.controller import FLOOR
 
@@ -26,6 +26,9 @@ SPANS_KEY = "blend_spans"
 """The key of a rendered prompt that holds its marked chunks' spans."""
 REPORT_KEY = "blend"
 """The key of an output's ``kv_transfer_params`` that holds what was reused."""
+
+MAX_SPANS, MAX_NAME = 1024, 256
+"""Of a request: its chunks, and the characters of its tenant."""
 
 Span = tuple[int, int]
 
@@ -76,15 +79,15 @@ class BlendRequest:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
                 raise ValueError(
-                    f"blend is {_short(value)}; allowed: 'auto', 'off', or an object as JSON ({error})"
+                    f"blend is {short(value)}; allowed: 'auto', 'off', or an object as JSON ({error})"
                 ) from None
         if not isinstance(value, Mapping):
-            raise ValueError(f"blend is {_short(value)}; allowed: 'auto', 'off', or an object")
+            raise ValueError(f"blend is {short(value)}; allowed: 'auto', 'off', or an object")
         own = {"spans", "auto", "tenant", "report"}
         theirs = {f.name for f in fields(BlendSettings)}
         if unknown := sorted(str(key) for key in set(value) - own - theirs):
             raise ValueError(
-                f"blend has an unknown key {_short(unknown[0])}; allowed: "
+                f"blend has an unknown key {short(unknown[0])}; allowed: "
                 f"{', '.join(sorted(own | theirs))}"
             )
         settings, paced = split_ratio({k: v for k, v in value.items() if k in theirs}, defaults.floor)
@@ -118,13 +121,15 @@ class BlendRequest:
 def parse_spans(value: Any) -> tuple[Span, ...]:
     """``value`` as pairs of token positions, or ValueError."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise ValueError(f"spans is {_short(value)}; expected a list of [start, end]")
+        raise ValueError(f"spans is {short(value)}; expected a list of [start, end]")
+    if len(value) > MAX_SPANS:
+        raise ValueError(f"spans has {len(value)} entries; allowed: {MAX_SPANS} at most")
     spans = []
     for index, span in enumerate(value):
         pair = list(span) if isinstance(span, Sequence) and not isinstance(span, str | bytes) else []
         if len(pair) != 2 or any(type(end) is not int for end in pair):
             raise ValueError(
-                f"spans[{index}] is {_short(span)}; expected [start, end], two token positions"
+                f"spans[{index}] is {short(span)}; expected [start, end], two token positions"
             )
         spans.append((pair[0], pair[1]))
     if not spans:
@@ -134,16 +139,17 @@ def parse_spans(value: Any) -> tuple[Span, ...]:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {_short(value)}; allowed: true, false")
+        raise ValueError(f"{name} is {short(value)}; allowed: true, false")
     return value
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {_short(value)}; expected a text")
+        raise ValueError(f"{name} is {short(value)}; expected a text")
+    if len(value) > MAX_NAME:
+        raise ValueError(f"{name} has {len(value)} characters; allowed: {MAX_NAME} at most")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {value!a}; expected a text that UTF-8 can hold") from None
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

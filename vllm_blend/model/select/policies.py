@@ -176,7 +176,8 @@ def only_stale(view: Candidates, scores: torch.Tensor) -> torch.Tensor:
 
 def hashed(positions: torch.Tensor, seed: int) -> torch.Tensor:
     """A number in [0, 1) for each position, ``[num_positions]`` float32: a mixing of integer bits."""
-    x = positions.long() + seed * 0x3779B97F4A7C15 + 0x2545F4914F6CDD1D
+    start = (seed * 0x3779B97F4A7C15 + 0x2545F4914F6CDD1D + 2**63) % 2**64 - 2**63  # as int64 wraps
+    x = positions.long() + start
     for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
         x = (x ^ (x >> shift)) * factor
     return ((x >> 20) & 0xFFFFFF).float() / 2**24
