@@ -22,6 +22,7 @@ from vllm_blend.core.step import BlendStep
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.collect import collect
+from vllm_blend.model.guard import Guard
 from vllm_blend.model.kv_loader import InFlight
 from vllm_blend.model.lookahead import LastLayerHeard, Questions, asked_layers
 from vllm_blend.model.select.question import num_asked
@@ -58,6 +59,7 @@ class Blending:
         shift: added to the positions of every row; only a probe does that.
         watch: gets the hidden states of every step; likewise.
         collecting: what a step computes is kept, if its plan says so.
+        guard: what happens when a step fails.
     """
 
     vllm_config: Any
@@ -79,6 +81,7 @@ class Blending:
         self.watch: Callable[[torch.Tensor], None] | None = None
         self._frame: ActiveRows | None = None
         self.collecting = True
+        self.guard = Guard()
 
     @property
     def cache_fuse_metadata(self) -> CacheFuseMetadata:
@@ -107,11 +110,21 @@ class Blending:
         inputs = rows.Inputs(stock, input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
         # in place: a graph reads positions where vLLM's runner keeps them
         with rows.placed(positions, positions + self.shift if self.shift else None):
-            output = self._blend(step, inputs) if step.blended else inputs.run()
+            output = self._blend_or_prefill(step, inputs) if step.blended else inputs.run()
         if self.watch is not None:
             self.watch(output)
         self._ended(step, positions.device)
         return output
+
+    def _blend_or_prefill(self, step: BlendStep, inputs: rows.Inputs) -> torch.Tensor:
+        """Blends; where that fails, all rows of the step are computed, as by vLLM's own forward."""
+        if self.guard.is_open:
+            try:
+                return self._blend(step, inputs)
+            except Exception as error:
+                self.guard.caught(error)
+        self.guard.prefilled += [request.request_id for request in step.blended]
+        return inputs.run()
 
     def _blend(self, step: BlendStep, inputs: rows.Inputs) -> torch.Tensor:
         frame = self._frame_of(step, inputs)
@@ -193,7 +206,10 @@ class Blending:
                         owner.hack_kv = list(kv)
         if device.type == "cuda":
             self.in_flight.hold(step, device)
-        self.chunks.keep(step)
+        try:
+            self.chunks.keep(step)
+        except Exception as error:
+            self.guard.caught(error)  # a chunk that is not kept is missed
 
     def take_clocks(self) -> list[StageClock]:
         """Those of the steps since this was last called; lets go of stored KV that is read."""

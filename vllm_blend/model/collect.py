@@ -35,7 +35,9 @@ def collect(
         count = request.end - position
         if not count:
             continue
-        at = request.row if frame is None else frame.first_row(request)
+        # of all rows of the step those of a prefix too are computed
+        whole = request.row + position - request.position
+        at = whole if frame is None else frame.first_row(request)
         k, v = key[at : at + count], value[at : at + count]
         if not plan.as_written:
             k = rotation.undo(k, torch.arange(position, request.end, device=k.device))

@@ -107,6 +107,7 @@ def attach(
     inner.__dict__["blending"] = blending  # not a module of its own
     blending.unsupported = why_unsupported(vllm_config) or prepare(blending, model, vllm_config)
     settings = ServerSettings.of(vllm_config)
+    blending.guard.catches = settings is not None
     if settings is not None and blending.unsupported is None:
         if settings.store is not None:
             blending.chunks.tiers = TierIO.open(settings.store, vllm_config, blending.kv_shape)

@@ -193,7 +193,11 @@ def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> An
     blending = model_of(runner.vllm_config)
     if blending is None or blending.unsupported is not None:
         return stock(runner, *args, **kwargs)
-    blending.step = plan_step(runner, blending)
+    try:
+        blending.step = plan_step(runner, blending)
+    except Exception as error:
+        blending.guard.caught(error)
+        blending.step = None  # every request of the step is computed in full
     try:
         return stock(runner, *args, **kwargs)
     finally:
@@ -214,13 +218,14 @@ def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _events(blending: Blending) -> Callable[[], WorkerEvents] | None:
     """What the scheduler is to know of a step, to be called once the step has ended."""
-    clocks = blending.take_clocks()
+    clocks, prefilled = blending.take_clocks(), blending.guard.take_prefilled()
     collected: WorkerEvents | None = blending.chunks.collect_events()
-    if collected is None and not clocks:
+    if collected is None and not clocks and not prefilled:
         return None
 
     def events() -> WorkerEvents:
         found = collected or WorkerEvents()
+        found.prefilled = prefilled
         for clock in clocks:
             found.seconds |= clock.seconds()
         return found

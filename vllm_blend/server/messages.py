@@ -70,6 +70,7 @@ class WorkerEvents:
         located: chunks that were looked for.
         claimed: a tenant's chunks on disk, most recently used first.
         loads: how long loads take, by tier: seconds, and seconds a byte; beside ``located``.
+        prefilled: ids of requests that did not blend in this step, as planned, since that failed.
         seconds: of the stages of blending, by request id and stage.
         store: counters of the store (``ChunkStore.stats``), now and then.
     """
@@ -81,6 +82,7 @@ class WorkerEvents:
     claimed: dict[str, list[ChunkIds]] = field(default_factory=dict)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     store: dict[str, int] | None = None
+    prefilled: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, output: Any) -> WorkerEvents:

@@ -13,6 +13,9 @@ from vllm_blend.server.request import REPORT_KEY
 logger = logging.getLogger("vllm.vllm_blend.server")
 
 
+FAILED = "blending failed, so it was computed in full; the server's log has the cause"
+
+
 class Reports:
     """Reports of unfinished requests; a request's first output takes one along.
 
@@ -83,6 +86,15 @@ class Reports:
         report["lost_chunks"] = lost | {reason: lost.get(reason, 0) + len(spans)}
         if plan is None:
             report["why_not"] = "its chunks were lost"
+        if self._log_requests:
+            self._log(request_id)
+
+    def fail(self, request_id: str) -> None:
+        """A request did not blend as it was planned: that failed, and it was computed in full."""
+        report = self._reports.get(request_id)
+        if report is None:
+            return
+        report |= _reused(None) | {"why_not": FAILED}
         if self._log_requests:
             self._log(request_id)
 

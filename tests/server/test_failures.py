@@ -1,0 +1,142 @@
+"""A step that fails to blend is a full prefill, and the engine serves on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from engines import Engine, make_engine
+
+from vllm_blend.attention.cpu import CPUBlendImpl
+from vllm_blend.model import rows
+from vllm_blend.model.active_rows import ActiveRows
+from vllm_blend.model.guard import MAX_FAILURES, Guard
+from vllm_blend.model.kv_loader import StoredLayers
+from vllm_blend.model.lookahead import Questions
+from vllm_blend.model.loop import LayerLoop
+from vllm_blend.plugin import hooks
+from vllm_blend.server.worker.chunk_cache import ChunkCache
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Engine]:
+    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
+    with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
+        drain(engine)
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def mended(server: Engine) -> Iterator[None]:
+    yield
+    server.model.blending.guard = Guard()
+    server.model.blending.guard.catches = True
+
+
+STAGES = {
+    "resolve": (ChunkCache, "resolve", "static"),
+    "plan": (hooks, "plan_step", "static"),
+    "ask": (Questions, "received", "ahead"),
+    "choose": (rows, "choose", "static"),
+    "load": (StoredLayers, "old_kv", "static"),
+    "metadata": (ActiveRows, "describe", "static"),
+    "fuse": (CPUBlendImpl, "fuse", "static"),
+    "fuse late": (CPUBlendImpl, "fuse", "static"),
+    "scatter": (rows, "scattered", "static"),
+    "loop": (LayerLoop, "run", "hkvd"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_fails_is_a_full_prefill(
+    server: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stage: str
+) -> None:
+    """Beside it in the same step: a plain request. After it: one that blends again."""
+    owner, name, policy = STAGES[stage]
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    other, _ = prompt_of(server, [4])
+    full, plain = (answer(o) for o in outputs(server, [prompt, other], [None, None]))
+    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
+    outputs(server, [prompt], [field])
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    calls = 0
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (2 if stage == "fuse late" else 1):
+            raise MemoryError("none left")
+        return stock(*args, **kwargs)
+
+    stock = getattr(owner, name)
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(owner, name, fails)
+        found, beside = outputs(server, [prompt, other], [field, None])
+    assert calls and "none left" in str([r.exc_info for r in caplog.records])
+    assert answer(found) == full and answer(beside) == plain
+    told = report(found)
+    if stage not in ("resolve", "plan"):  # these know no request yet
+        assert told["reused_tokens"] == 0 and "blending failed" in told["why_not"]
+    scheduler(server).reset_prefix_cache()
+    (after,) = outputs(server, [prompt], [field])
+    assert report(after)["reused_tokens"] == 300 and not report(after)["why_not"]
+
+
+def test_a_chunk_that_cannot_be_kept_is_missed(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, spans = prompt_of(server, [11, 12])
+    full = answer(*outputs(server, [prompt], [None]))
+
+    def fails(*args: Any) -> None:
+        raise OSError("no memory to keep it in")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkCache, "keep", fails)
+        outputs(server, [prompt], [{"spans": spans}])
+        drain(server)
+    scheduler(server).reset_prefix_cache()
+    (found,) = outputs(server, [prompt], [{"spans": spans} | REPORT])
+    assert answer(found) == full and report(found)["reused_tokens"] == 0
+    server.model.blending.guard = Guard()
+    server.model.blending.guard.catches = True
+    drain(server)
+    scheduler(server).reset_prefix_cache()
+    (again,) = outputs(server, [prompt], [{"spans": spans} | REPORT])
+    assert report(again)["reused_tokens"] == 200
+
+
+def test_after_several_failures_of_a_kind_blending_is_off(
+    server: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    field = {"spans": spans, "policy": "static"} | REPORT
+    full = answer(*outputs(server, [prompt], [None]))
+    outputs(server, [prompt], [field])
+    drain(server)
+    calls = 0
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        raise ZeroDivisionError("again")
+
+    monkeypatch.setattr(rows, "choose", fails)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(MAX_FAILURES + 2):
+            scheduler(server).reset_prefix_cache()
+            (found,) = outputs(server, [prompt], [field])
+            assert answer(found) == full and report(found)["reused_tokens"] == 0
+    assert calls == MAX_FAILURES
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("a step failed to blend" in text for text in said) == 1
+    assert sum("blending is off until" in text and "again" in text for text in said) == 1
+
+
+def test_a_script_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard()
+    with pytest.raises(ValueError, match="wrong"):
+        guard.caught(ValueError("wrong"))
+    assert guard.is_open
