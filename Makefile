@@ -18,7 +18,7 @@ stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py csrc/cpu/* | sha2
 cpu := $(call stamp,cpu)
 test := $(call stamp,test)
 
-.PHONY: help demo test test-gpu build-gpu sanitize bench style clean
+.PHONY: help demo test test-slow test-gpu build-gpu sanitize bench style clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -28,8 +28,11 @@ help: ## this list
 demo: $(cpu) ## install what a CPU needs into .venv, then ask a small real model ten questions, with and without reuse
 	$(bin)/python example/demo.py $(ARGS)
 
-test: $(test) ## every test that needs no GPU
-	$(bin)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(test) ## the tests that need no GPU, but for the slow ones
+	$(bin)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" $(ARGS)
+
+test-slow: $(test) ## the slow ones: servers, more model families, kernels in Triton's interpreter
+	$(bin)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
 
 test-gpu: ## the tests that need a GPU, with $(PYTHON): an environment made from requirements.txt
 	$(PYTHON) -m pytest -m gpu $(ARGS)

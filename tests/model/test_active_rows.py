@@ -77,7 +77,7 @@ class Made:
         slots = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0)) + 100
         names = ("one", "two")
         context: Any = Context({n: object() for n in names}, dict.fromkeys(names, slots))
-        return ActiveRows(self.step, positions, context, NUM_LAYERS, None, "flags", StageClock())
+        return ActiveRows(self.step, positions, context, NUM_LAYERS, "flags", StageClock())
 
     def held(self, request: StepRequest) -> list[int]:
         """Rows that stored KV stands for."""

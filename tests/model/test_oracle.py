@@ -76,6 +76,6 @@ def test_rows_chosen_early_equal_the_dense_reference(engine: Engine, ratio: floa
     _, received = early_logits(folder, prompt, old_kvs, held, [], asked)
     windows = [(span, span.start, span.end) for span in spans]
     view = EarlyCandidates(windows, received[held], torch.device("cpu"))
-    check_rows(chosen, policy, view, 0, int(ratio * len(held)), 0.5)
+    check_rows(chosen, policy, view, 0, int(ratio * len(held)))
     expected, _ = early_logits(folder, prompt, old_kvs, held, [held[index] for index in chosen])
     assert relative_error(logits[0][-1], expected) < 1e-4

@@ -149,6 +149,7 @@ def test_a_probes_shift_reaches_a_graph() -> None:
         return torch.zeros(NUM_TOKENS, HIDDEN)
 
     blending = Blending()
+    blending.chunks = SimpleNamespace(keep=lambda step: None)
     plan = CollectPlan(num_prompt_tokens=NUM_TOKENS)
     request = StepRequest(plan, 0, 0, NUM_TOKENS, torch.device("cpu"))
     blending.step = BlendStep([request], [0, NUM_TOKENS], "auto")
