@@ -111,7 +111,7 @@ def test_a_started_server_finds_what_one_before_it_computed(started: Engine, wri
 
 
 def test_tenants_do_not_share(started: Engine, written: Written) -> None:
-    for tenant, reused in (("b", 0), ("", 0), ("\ud800", 0), ("a", 300)):
+    for tenant, reused in (("b", 0), ("", 0), ("\u00e9", 0), ("a", 300)):
         assert ask(started, written, 1, tenant=tenant)[1]["reused_tokens"] == reused, tenant
     drain(started)
 
