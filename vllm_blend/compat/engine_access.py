@@ -53,11 +53,6 @@ def blend_model(llm: Any) -> Any:
     return blending.inner
 
 
-def has_model(vllm_config: VllmConfig) -> bool:
-    """Whether this engine's model has been built."""
-    return vllm_config.instance_id in _models
-
-
 def register_model(vllm_config: VllmConfig, blending: Any) -> None:
     """Makes ``model_of`` find this engine's model."""
     _models[vllm_config.instance_id] = blending

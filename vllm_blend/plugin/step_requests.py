@@ -45,9 +45,13 @@ class BlendModelState:
         params = new_req_data.sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if plan is not None and self.blending.unsupported is None:
-            plan = self.blending.chunks.resolve(
-                plan, new_req_data.req_id, new_req_data.num_computed_tokens
-            )
+            try:
+                plan = self.blending.chunks.resolve(
+                    plan, new_req_data.req_id, new_req_data.num_computed_tokens
+                )
+            except Exception as error:
+                self.blending.guard.caught(error)
+                plan = None  # the request is computed in full
             if plan is not None:
                 self.plans[new_req_data.req_id] = plan
 
@@ -59,7 +63,11 @@ class BlendModelState:
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         stock: Any = super()
         self.step_req_ids = input_batch.req_ids
-        self.blending.step = self.plan_step(input_batch, req_states)
+        try:
+            self.blending.step = self.plan_step(input_batch, req_states)
+        except Exception as error:
+            self.blending.guard.caught(error)
+            self.blending.step = None  # every request of the step is computed in full
         inputs: dict[str, Any] = stock.prepare_inputs(input_batch, req_states)
         return inputs
 
