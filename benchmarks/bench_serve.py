@@ -107,10 +107,9 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     prompts = trace(corpus, options.requests, options.chunks)
     settings = {"ram_gb": options.ram_gb, "log_requests": False} | options.settings
     config = json.dumps({"vllm_blend": settings})
-    path = {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
     servers: dict[str, tuple[list[str], dict[str, str]]] = {
         "stock": ([], {"VLLM_PLUGINS": ""}),
-        "blend": (["--additional-config", config], path),
+        "blend": (["--additional-config", config], plugin_environment(folder)),
     }
     rows, results, num_tokens = [], [], 0.0
     loads = {} if options.together else {"one by one": ["--max-concurrency", "1"]}
@@ -193,6 +192,11 @@ def plugin_path(folder: pathlib.Path) -> list[str]:
         "[vllm.general_plugins]\nvllm_blend = vllm_blend.plugin:register\n"
     )
     return [str(folder), package]
+
+
+def plugin_environment(folder: pathlib.Path) -> dict[str, str]:
+    """What a server's environment needs so that it finds the plugin."""
+    return {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 def documents(count: int, chunk_tokens: list[int] | None, model: pathlib.Path) -> list[str]:
