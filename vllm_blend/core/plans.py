@@ -64,7 +64,17 @@ class BlendPlan:
     def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
         """Raises ValueError if the plan does not fit the prompt or the model."""
         self.settings.check_num_layers(shape.num_layers)
-        check_spans([(span.start, span.end) for span in self.spans], len(prompt_token_ids))
+        places = [(span.start, span.end) for span in self.spans]
+        if places or not self.harvest:
+            check_spans(places, len(prompt_token_ids))
+        if self.harvest:
+            kept = [(part.start, part.num_prompt_tokens) for part in self.harvest]
+            check_spans(sorted(places + kept), len(prompt_token_ids))
+            if places and not self.settings.early:
+                raise ValueError(
+                    f"policy is {self.settings.policy!r} and KV is to be kept of the same prompt; "
+                    "allowed: policies that choose all rows before the first layer"
+                )
         for index, span in enumerate(self.spans):
             span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
             found = tuple(prompt_token_ids[span.start : span.end])
