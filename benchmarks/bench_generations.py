@@ -4,7 +4,7 @@ An example's chunks are kept from a full prefill of them in another order (gener
 further generation half of them, of the generation before, are reused in a prompt in which the other
 half is new and kept, and the other way round, in an order that is drawn anew. Each generation then
 serves the example's own prompt: KL to full prefill, over the answer that full prefill gives. Beside it:
-chunks that were computed by themselves, as ``"harvest": false`` has it. The last line is one JSON object.
+chunks that were computed by themselves, as ``"harvest": false`` has it. Last, one JSON object.
 
     python benchmarks/bench_generations.py --task wikimqa --data wikimqa.jsonl.gz --limit 30
 """
