@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +68,6 @@ class DiskTier:
         self.name = "disk"
         self.quick = True
         self.stats = Stats()
-        self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self.folder = Path(folder) / f"v{DIGEST_VERSION}"
         self.direct = direct
@@ -254,17 +253,11 @@ class DiskTier:
     def _evict(self, num_bytes: int) -> bool:
         """Removes the least recently used records, ``num_bytes`` in all; False if there are fewer."""
         freed = 0
-        with self._lock:
-            tries = len(self._index)
-        while freed < num_bytes and tries > 0:
-            tries -= 1
+        while freed < num_bytes:
             with self._lock:
                 digest = self._index.oldest()
                 if digest is None:
                     break
-                if digest in self.pins:
-                    self._index.touch(digest)
-                    continue
                 freed += self._index.remove(digest) * PAGE
             try:
                 self._path(digest).unlink(missing_ok=True)

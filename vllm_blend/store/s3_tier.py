@@ -7,7 +7,7 @@ that is not there costs no request. Needs the extra ``s3``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -55,7 +55,6 @@ class S3Tier:
         self.name = "s3"
         self.quick = True
         self.stats = Stats()
-        self.pins: Collection[bytes] = frozenset()
         self.bucket = bucket
         self.budget_bytes = budget_bytes
         self._prefix = f"{prefix}/v{DIGEST_VERSION}/"
@@ -177,16 +176,11 @@ class S3Tier:
             self._closed.wait(self._refresh_s)
 
     def _make_room(self, num_bytes: int) -> None:
-        tries = len(self._index)
-        while self._index.num_bytes + num_bytes + PAGE > self.budget_bytes and tries > 0:
-            tries -= 1
+        while self._index.num_bytes + num_bytes + PAGE > self.budget_bytes:
             with self._lock:
                 digest = self._index.oldest()
                 if digest is None:
                     return
-                if digest in self.pins:
-                    self._index.touch(digest)
-                    continue
                 self._index.remove(digest)
             self._client.delete_object(Bucket=self.bucket, Key=self._object(digest))
             self.stats.add("evictions")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -38,8 +37,8 @@ class ChunkStore:
     """Chunks' KV in memory and slower tiers; for several threads.
 
     What is put goes to host memory and to every tier; what a slower tier had is copied to the faster
-    ones. Each tier drops what was used least recently, but nothing that is pinned; a chunk that leaves
-    host memory and is in no other tier that can be asked quickly is written there first.
+    ones. Each tier drops what was used least recently, memory nothing that is in use; a chunk that
+    leaves host memory and is in no other tier that can be asked quickly is written there first.
 
     Args:
         tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
@@ -74,7 +73,6 @@ class ChunkStore:
         self.timeout_s = timeout_s
         self.storage = storage
         self._stats = Stats()
-        self._pins: Counter[bytes] = Counter()
         self._lock = threading.Lock()
         self._pending: dict[bytes, tuple[ChunkKey, StoredKV]] = {}  # put, not yet in host memory
         self._demoted: set[bytes] = set()
@@ -86,8 +84,6 @@ class ChunkStore:
         self._lanes = [Lane(tier, self._stats, write_behind_bytes) for tier in tiers]
         self._loads = Loads(self._host, self._lanes, load_threads, timeout_s, self._promote)
         self._levels: list[Level] = [*([self._gpu] if self._gpu else []), self._host, *tiers]
-        for level in self._levels:
-            level.pins = self._pins
         writers = [self._intake, *(lane.writer for lane in self._lanes)]
         self._writers = [*writers, *([self._uploads] if self._uploads else [])]
         # not weakref.finalize, which does not run where a forked process ends
@@ -201,19 +197,6 @@ class ChunkStore:
                 self._pending[key.digest] = key, kv  # in the place of one without scores
         self._stats.add("puts" if taken else "puts_dropped")
         return taken
-
-    def pin(self, key: ChunkKey) -> None:
-        """Keeps a chunk in every tier that has it; to be undone by as many ``unpin``."""
-        with self._lock:
-            self._pins[key.digest] += 1
-
-    def unpin(self, key: ChunkKey) -> None:
-        """Raises ValueError if the chunk is not pinned."""
-        with self._lock:
-            if not self._pins[key.digest]:
-                raise ValueError(f"chunk {key} is not pinned")
-            self._pins[key.digest] -= 1
-            self._pins += Counter()  # drops the zeros, in place
 
     def discard(self, key: ChunkKey) -> None:
         """Removes a chunk from memory; KV in use stays valid. Slower tiers keep it."""
