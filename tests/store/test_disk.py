@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,25 @@ def test_token_ids_of_all_records_newest_first(tmp_path: Path) -> None:
     tier._path(keys[2].digest).unlink()
     found = list(tier.token_ids())
     assert found == [(key.digest, key.token_ids) for key in (keys[0], keys[3])]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o277])
+def test_records_are_their_owner_s_alone(tmp_path: Path, umask: int) -> None:
+    key, folder = make_key(), tmp_path / "chunks"
+    before = os.umask(umask)
+    try:
+        DiskTier(folder, BUDGET).write(record(key))
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
+    (file,) = (path for path in modes if path.is_file())
+    assert modes.pop(file) == 0o600
+    assert set(modes.values()) == {0o700} and len(modes) == 3
+
+
+def test_a_folder_that_others_could_read_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir(0o755)
+    tmp_path.chmod(0o755)
+    DiskTier(tmp_path, BUDGET)
+    assert stat.S_IMODE((tmp_path / "v1").stat().st_mode) == 0o700
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755  # somebody else made it

@@ -150,6 +150,7 @@ class Blender:
                 self.model.blending.kv_shape,
                 tensor_parallel.rank(),
                 storage=store.storage,
+                checksum_key=store.checksum_key,
             )
         self.scored = "static" in self.settings.policies if scored is None else scored
         self._prefixes: dict[TokenIds, StoredKV] = {}

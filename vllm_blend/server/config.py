@@ -83,7 +83,8 @@ class ServerSettings:
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:
             if not isinstance(self.store, Mapping):
-                raise ValueError(f"store is {self.store!r}; expected an object, e.g. {EXAMPLE}")
+                kind = type(self.store).__name__  # the value may hold a password
+                raise ValueError(f"store is a {kind}; expected an object, e.g. {EXAMPLE}")
             _check_number("host_gb of store", self.store.get("host_gb"), float, 0)
         object.__setattr__(self, "quality_floor", check_ratio("quality_floor", self.quality_floor))
         if self.step_rows is not None:

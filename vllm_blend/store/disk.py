@@ -3,7 +3,8 @@
     FOLDER/v1/3f/3f09....safetensors    a record; appears whole, by rename
     FOLDER/v1/3f/.3f09....PID-N.tmp     one that is being written; its writer holds a lock on it
 
-A file's modification time is when it was last used, so the order of use outlives the process.
+A file's modification time is when it was last used, so the order of use outlives the process. Files and
+folders can be read by their owner alone, whatever the umask is: KV tells what the text was.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SUFFIX = ".safetensors"
 REFRESH_S = 10.0
 """The folder is listed again after this time at the soonest, and never for more than 2% of the time."""
 
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
 WRITE_TRIES = 3
 HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
 """What is read of a record for its token ids; and where these, or the header, are longer than that."""
@@ -46,7 +49,7 @@ class DiskTier:
     """Records on a local disk.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it is not there. Processes that share it run as one user.
         budget_bytes: of all records in it, whoever wrote them.
         fsync: wait until a record is on the disk before it appears; without it a power failure may
             leave records that are found corrupt later.
@@ -77,7 +80,10 @@ class DiskTier:
         self._numbers = itertools.count()
         self._listed_at, self._listing_s = -REFRESH_S, 0.0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            Path(folder).parent.mkdir(parents=True, exist_ok=True)
+            _make_private(Path(folder))
+            _make_private(self.folder)
+            self.folder.chmod(FOLDER_MODE)  # older software made it for all to read
         except OSError:
             if not Path(folder).is_dir():
                 raise
@@ -216,11 +222,12 @@ class DiskTier:
 
     def _write(self, record: Record) -> None:
         path = self._path(record.key.digest)
-        path.parent.mkdir(exist_ok=True)
+        _make_private(path.parent)
         temporary = path.parent / f".{path.stem}.{os.getpid()}-{next(self._numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(temporary, flags, 0o666)
+        file = os.open(temporary, flags, FILE_MODE)
         try:
+            os.fchmod(file, FILE_MODE)
             fcntl.flock(file, fcntl.LOCK_EX)
             for part in record.parts:
                 left = part
@@ -365,6 +372,15 @@ class FileSource:
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder, if it is not there, that its owner alone can read."""
+    try:
+        folder.mkdir(FOLDER_MODE)
+    except FileExistsError:
+        return
+    folder.chmod(FOLDER_MODE)  # the umask may have taken the owner's rights, too
 
 
 def _tier_error(error: OSError, pause: bool = True) -> TierError:

@@ -25,6 +25,7 @@ from redis.retry import Retry
 
 from vllm_blend.store.keys import DIGEST_VERSION, ChunkKey
 from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.secrets import check_address
 from vllm_blend.store.tier import Stats, TierError
 
 LARGEST = 512 << 20
@@ -99,11 +100,24 @@ class RedisTier:
         budget_bytes: of all records under ``prefix``, whoever wrote them.
         prefix: of every key.
         timeout_s: of one command; a server that does not answer in time is left alone for a while.
+        username: that the server knows; None: its default one.
+        password: of that user; in settings ``{"env": NAME}`` or ``{"file": PATH}``. None: none.
+
+    Raises:
+        ValueError: if ``url`` has a user or a password in it, since it may be shown.
     """
 
     def __init__(
-        self, url: str, budget_bytes: int, *, prefix: str = "vllm_blend", timeout_s: float = 5.0
+        self,
+        url: str,
+        budget_bytes: int,
+        *,
+        prefix: str = "vllm_blend",
+        timeout_s: float = 5.0,
+        username: str | None = None,
+        password: str | None = None,
     ) -> None:
+        check_address("url of redis", url)
         self.name = "redis"
         self.quick = False
         self.stats = Stats()
@@ -114,6 +128,8 @@ class RedisTier:
         self._usage = {"entries": 0, "bytes": 0}
         self._client = redis.Redis.from_url(
             url,
+            username=username,
+            password=password,
             socket_timeout=timeout_s,
             socket_connect_timeout=min(timeout_s, 1.0),
             socket_read_size=READ_SIZE,

@@ -1,7 +1,8 @@
 """Records as objects of an S3 bucket, shared by every process and machine that reaches it.
 
 Which objects there are is known from listings, at the start and every ``refresh_s``, so that a chunk
-that is not there costs no request. Needs the extra ``s3``.
+that is not there costs no request. Credentials are boto3's: ``AWS_ACCESS_KEY_ID`` and the others of the
+environment, or a role. Needs the extra ``s3``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from urllib3.exceptions import HTTPError
 from vllm_blend.store.index import PAGE, Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
 from vllm_blend.store.record import Reason, Record, Rejected
+from vllm_blend.store.secrets import check_address
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
@@ -39,6 +41,9 @@ class S3Tier:
         timeout_s: of a connection, and between two pieces of an answer.
         refresh_s: seconds between two listings.
         client: a boto3 client of your own, instead of ``endpoint_url`` and ``timeout_s``.
+
+    Raises:
+        ValueError: if ``endpoint_url`` has a user or a password in it, since it may be shown.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class S3Tier:
         refresh_s: float = 60.0,
         client: Any = None,
     ) -> None:
+        check_address("endpoint_url of s3", endpoint_url)
         self.name = "s3"
         self.quick = True
         self.stats = Stats()

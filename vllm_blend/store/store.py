@@ -25,6 +25,7 @@ from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey, check_storage
 from vllm_blend.store.load import Load, Loads
 from vllm_blend.store.record import Reason, Record, check_kv
+from vllm_blend.store.secrets import check_key
 from vllm_blend.store.streaming_layers import StreamingKV
 from vllm_blend.store.tier import Level, Stats, Tier
 from vllm_blend.store.tier_client import Lane, Writer
@@ -52,9 +53,11 @@ class ChunkStore:
         timeout_s: how long a request waits for a chunk, and a layer for its data.
         storage: how this store's users are to keep KV: ``"auto"``, as it is computed, or ``"fp8"``. It
             goes into their ``ModelKey``, so that neither finds what the other has kept.
+        checksum_key: a secret of 16 bytes or more, likewise: a record that was written without it is
+            not used. In settings ``{"env": NAME}`` or ``{"file": PATH}``. None: there is none.
 
     Raises:
-        ValueError: if ``storage`` is neither.
+        ValueError: if ``storage`` is neither, or ``checksum_key`` is short.
     """
 
     def __init__(
@@ -68,10 +71,12 @@ class ChunkStore:
         write_behind_bytes: int = 1 << 30,
         timeout_s: float = 30.0,
         storage: str = "auto",
+        checksum_key: bytes | None = None,
     ) -> None:
         check_storage(storage)
         self.timeout_s = timeout_s
         self.storage = storage
+        self.checksum_key = check_key(checksum_key or b"")
         self._stats = Stats()
         self._lock = threading.Lock()
         self._pending: dict[bytes, tuple[ChunkKey, StoredKV]] = {}  # put, not yet in host memory

@@ -63,11 +63,16 @@ class TierIO:
         """
         from vllm_blend.store import model_key, open_store
 
-        key = model_key(
-            vllm_config, shape, tensor_parallel.rank(), storage=values.get("storage", "auto")
-        )
         host_gb = values["host_gb"] / tensor_parallel.num_ranks()
-        return cls(open_store({**values, "host_gb": host_gb}), key)
+        store = open_store({**values, "host_gb": host_gb})
+        try:
+            key = model_key(
+                vllm_config, shape, tensor_parallel.rank(), store.storage, store.checksum_key
+            )
+        except FileNotFoundError:
+            store.close()
+            raise
+        return cls(store, key)
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
         """Keeps a chunk, from behind; False if too much waits already."""
