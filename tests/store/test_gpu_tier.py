@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey, gpu, open_store
-from vllm_blend.store.index import PAGE
-from vllm_blend.store.record import Layout
+from vllm_blend.store.record import PAGE, Layout
 from vllm_blend.store.store import IN_MEMORY
 
 BYTES = -(-Layout.of(make_key()).payload_bytes // PAGE) * PAGE

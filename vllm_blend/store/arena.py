@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-PAGE = 4096
-"""Extents start at multiples of it, as direct I/O wants."""
+from vllm_blend.store.record import PAGE
 
 MADV_HUGEPAGE = 14
 """Linux' number."""

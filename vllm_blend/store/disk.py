@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_blend.store.index import PAGE, Index
+from vllm_blend.store.index import Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
-from vllm_blend.store.record import Reason, Record, Rejected, token_ids_in
+from vllm_blend.store.record import PAGE, Reason, Record, Rejected, token_ids_in
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
@@ -134,8 +134,8 @@ class DiskTier:
         They are not verified; a key made of them has the same digest, or they are not to be used.
         """
         with self._lock:
-            digests = self._index.newest()
-        for digest in digests:
+            digests = self._index.digests()
+        for digest in reversed(digests):
             try:
                 with self._path(digest).open("rb") as file:
                     ids = token_ids_in(data := file.read(HEAD_BYTES))
@@ -156,11 +156,7 @@ class DiskTier:
 
     def usage(self) -> dict[str, int]:
         with self._lock:
-            return {
-                "entries": len(self._index),
-                "bytes": self._index.num_bytes,
-                "index_bytes": self._index.memory,
-            }
+            return {"entries": len(self._index), "bytes": self._index.num_bytes}
 
     def close(self) -> None:
         """Nothing to do: every record is a whole file already."""
@@ -169,20 +165,14 @@ class DiskTier:
         """Reads the folder: what other processes added and removed; sweeps what killed ones left."""
         start = time.monotonic()
         before = set(self._index.digests())
-        digests, sizes = self._list()
+        found = self._list()
         with self._lock:
-            if not len(self._index):
-                self._index.put_all(digests, sizes)
-            else:
-                found = {
-                    digest.tobytes(): int(size) for digest, size in zip(digests, sizes, strict=True)
-                }
-                for digest in found.keys() - before:
-                    if digest not in self._index:
-                        self._index.put(digest, found[digest])
-                for digest in before - found.keys():
-                    if not self._path(digest).exists():
-                        self._index.remove(digest)
+            for digest, size in found.items():
+                if digest not in before and digest not in self._index:
+                    self._index.put(digest, size)
+            for digest in before - found.keys():
+                if not self._path(digest).exists():
+                    self._index.remove(digest)
         self._listed_at, self._listing_s = time.monotonic(), time.monotonic() - start
 
     def _path(self, digest: bytes) -> Path:
@@ -265,7 +255,7 @@ class DiskTier:
                 digest = self._index.oldest()
                 if digest is None:
                     break
-                freed += self._index.remove(digest) * PAGE
+                freed += self._index.remove(digest)
             try:
                 self._path(digest).unlink(missing_ok=True)
             except OSError as error:
@@ -273,11 +263,9 @@ class DiskTier:
             self.stats.add("evictions")
         return freed >= num_bytes
 
-    def _list(self) -> tuple[np.ndarray, np.ndarray]:
-        """Digests ``[n, 16]`` and sizes ``[n]`` of the records, least recently used first."""
-        names: list[str] = []
-        sizes: list[int] = []
-        times: list[float] = []
+    def _list(self) -> dict[bytes, int]:
+        """Digests and sizes of the records, least recently used first."""
+        found: list[tuple[float, bytes, int]] = []
         for entry in self._entries():
             if entry.name.endswith(SUFFIX):
                 try:
@@ -286,14 +274,10 @@ class DiskTier:
                 except (ValueError, OSError):
                     continue
                 if len(digest) == DIGEST_BYTES:
-                    names.append(entry.name[: 2 * DIGEST_BYTES])
-                    sizes.append(stat.st_size)
-                    times.append(stat.st_mtime)
+                    found.append((stat.st_mtime, digest, stat.st_size))
             elif entry.name.endswith(".tmp"):
                 self._sweep(entry.path)
-        digests = np.frombuffer(bytes.fromhex("".join(names)), dtype=np.uint8)
-        order = np.argsort(np.array(times), kind="stable")
-        return digests.reshape(-1, DIGEST_BYTES)[order], np.array(sizes, dtype=np.int64)[order]
+        return {digest: size for _, digest, size in sorted(found)}
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         for number in range(256):

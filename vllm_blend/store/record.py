@@ -42,6 +42,8 @@ VERSIONS = {False: "1", True: "2"}
 """Of records without scores, and with."""
 
 PAGE = 4096
+"""Layers start at multiples of it, in records and in memory, as direct I/O wants."""
+
 CHECKSUM_BYTES = 16
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FP8_NAME = "F8_E4M3"

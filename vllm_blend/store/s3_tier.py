@@ -13,14 +13,13 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import boto3
-import numpy as np
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from vllm_blend.store.index import PAGE, Index
+from vllm_blend.store.index import Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
-from vllm_blend.store.record import Reason, Record, Rejected
+from vllm_blend.store.record import PAGE, Reason, Record, Rejected
 from vllm_blend.store.secrets import check_address
 from vllm_blend.store.tier import Stats, TierError
 
@@ -125,11 +124,7 @@ class S3Tier:
 
     def usage(self) -> dict[str, int]:
         with self._lock:
-            return {
-                "entries": len(self._index),
-                "bytes": self._index.num_bytes,
-                "index_bytes": self._index.memory,
-            }
+            return {"entries": len(self._index), "bytes": self._index.num_bytes}
 
     def close(self) -> None:
         self._closed.set()
@@ -151,9 +146,9 @@ class S3Tier:
                         found[digest] = item["LastModified"].timestamp(), item["Size"]
         new = sorted(found.keys() - before, key=lambda digest: found[digest])
         with self._lock:
-            sizes = np.array([found[digest][1] for digest in new], dtype=np.int64)
-            table = np.frombuffer(b"".join(new), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-            self._index.put_all(table, sizes)
+            for digest in new:
+                if digest not in self._index:
+                    self._index.put(digest, found[digest][1])
             for digest in before - found.keys():
                 self._index.remove(digest)
 
