@@ -34,9 +34,11 @@ def texts(sample: dict[str, Any]) -> list[str]:
 
 def test_a_chunk_is_computed_once(blender: Blender, texts: list[str], monkeypatch: Any) -> None:
     runs: list[int] = []
-    run = blender._run
+    run = blender.collector.run
     monkeypatch.setattr(
-        blender, "_run", lambda prompts, *rest: runs.append(len(prompts)) or run(prompts, *rest)
+        blender.collector,
+        "run",
+        lambda prompts, *rest: runs.append(len(prompts)) or run(prompts, *rest),
     )
     first, again, second = blender.chunks([texts[0], texts[0], texts[1]])
     assert first is again

@@ -161,7 +161,7 @@ def test_methods_share_the_kv_of_their_chunks(
 
     computed: Counter[TokenIds] = Counter()
     kept: list[Chunk] = []
-    run, obtain = blender._run, blender.obtain
+    run, obtain = blender.collector.run, blender.obtain
 
     def see_run(prompts: Any, params: Any, plans: Any, use_tqdm: bool) -> Any:
         if plans and isinstance(plans[0], CollectPlan):
@@ -172,9 +172,9 @@ def test_methods_share_the_kv_of_their_chunks(
         kept.extend(found := obtain(wanted))
         return found
 
-    monkeypatch.setattr(blender, "_run", see_run)
+    monkeypatch.setattr(blender.collector, "run", see_run)
     monkeypatch.setattr(blender, "obtain", see_obtain)
-    monkeypatch.setattr(blender, "_prefixes", {})
+    monkeypatch.setattr(blender.collector, "_prefixes", {})
     behinds = ["", *(f":behind={name}" for name in ("others", "harvested", "text"))]
     methods = [name + behind for behind in behinds for name in ("reuse", "static@0.3")]
     runner = Runner(blender, Protocol("SmolLM2", answers=False), tmp_path)

@@ -330,9 +330,10 @@ class ChunkStore:
             with self._lock:
                 if self._pending[key.digest][1] is kv:  # else one with scores waits
                     del self._pending[key.digest]
-        record = Record.of(key, held)
-        for lane in self._lanes:
-            lane.submit(record)
+        if self._lanes:
+            record = Record.of(key, held)
+            for lane in self._lanes:
+                lane.submit(record)
 
     def _promote(self, key: ChunkKey, kv: StoredKV, lanes: Sequence[Lane]) -> None:
         def write() -> None:
