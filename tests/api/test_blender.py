@@ -118,7 +118,7 @@ def test_raw_text_and_arguments(smollm2_engine: Engine) -> None:
 
 
 def test_chunks_are_computed_behind_the_head(smollm2_engine: Engine, texts: list[str]) -> None:
-    """Right behind the head a chunk's stored KV is exact; computed behind anything else it is not."""
+    """Right after the head a chunk's stored KV is exact; computed after anything else it is not."""
     blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:", stand_in="")
     question, reuse = "What is the limit?", BlendSettings(recomp_ratio=0.0)
     own, bare = blender.chunk(texts[0]), blender.chunk(texts[0], head="")

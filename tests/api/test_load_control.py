@@ -61,7 +61,7 @@ def test_chunks_are_computed_then_loaded(
         full = blender.generate(blender.prompt(blender.chunks(chunks), QUESTION), GREEDY, blend=False)
         assert tokens(first.output) == tokens(full)
         assert first.tiers == (None, None, None) and not any(first.decision.load)
-        forget(paced, chunks)  # they were computed behind the answer
+        forget(paced, chunks)  # they were computed after the answer
         second = paced.generate(chunks, QUESTION, GREEDY)
         assert second.tiers == ("fake",) * 3 and all(second.decision.load)
         assert second.decision.ratio == 0.2

@@ -29,7 +29,7 @@ def tokens(output: Any) -> list[int]:
 
 
 def computed(blender: Blender) -> list[tuple[int, ...]]:
-    """Grows by the chunks whose KV is computed; what they are computed behind is not among them."""
+    """Grows by the chunks whose KV is computed; what they are computed after is not among them."""
     found: list[tuple[int, ...]] = []
     compute = blender.collector.compute
 

@@ -153,7 +153,7 @@ class PacedBlender:
         *,
         decision: Decision | None = None,
     ) -> PacedOutput:
-        """Answers a question behind chunks, in this order.
+        """Answers a question about chunks, in this order.
 
         Once the answer is there, chunks that no tier had are computed for the store, and those that
         were slower to load than to compute are fetched to host memory, which also times their tier.

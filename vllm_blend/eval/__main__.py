@@ -14,7 +14,7 @@ COMMANDS = {
     "worst": "the examples at which a method is farthest from full prefill",
     "report": "one self-contained HTML page",
 }
-"""Each is a module of that name, with a ``main`` that takes the arguments behind it."""
+"""Each is a module of that name, with a ``main`` that takes the arguments after it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -70,7 +70,7 @@ def run_parser(description: str | None, command: str | None = None) -> argparse.
     parser = examples_parser(description, command)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument(
-        "--behind", choices=BEHIND, help="compute the chunks of all that blend behind this (methods.py)"
+        "--behind", choices=BEHIND, help="compute the chunks of all that blend after this (methods.py)"
     )
     parser.add_argument(
         "--no-answers", action="store_true", help="KL and agreement only, twice as fast"
@@ -88,7 +88,7 @@ def methods_of(options: argparse.Namespace) -> list[str]:
 
 
 def make_blender(model: Path | None, max_model_len: int, head: str = "", **engine: Any) -> Blender:
-    """An in-process engine that prefills a prompt in one step, on raw text behind ``head``.
+    """An in-process engine that prefills a prompt in one step, on raw text after ``head``.
 
     Prefix caching is on, since it is one of the methods; requests of others are salted apart.
 
@@ -114,7 +114,7 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "", **engin
         disable_log_stats=False,
     )
     llm = LLM(model=str(model or embedded_model()), **chosen | engine)
-    return Blender(llm, chat=False, head=head, stand_in="")  # methods say what chunks are behind
+    return Blender(llm, chat=False, head=head, stand_in="")  # methods say what comes before a chunk
 
 
 def runner_of(

@@ -4,8 +4,8 @@
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
-tokens: 0 is full reuse, 1 full prefill. Each policy is tried on chunks computed behind the head alone,
-and on chunks computed behind a stand-in, the passages of another of the prompts.
+tokens: 0 is full reuse, 1 full prefill. Each policy is tried on chunks computed after the head alone,
+and on chunks computed after a stand-in, the passages of another of the prompts.
 
 The settings file is for a server's ``additional_config["vllm_blend"]``; for
 ``BlendSettings.from_mapping`` without its ``stand_in``, which the ``Blender`` takes.
@@ -45,11 +45,11 @@ def tune(
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
 
     Policies that need a layer loop are left out for models that have none. With ``stand_in`` each is
-    tried on chunks computed behind another example's passages too, if there is another example.
+    tried on chunks computed after another example's passages too, if there is another example.
 
     Returns:
         The best method of the first ratio at which there is one; None if there is none at any. Its
-        ``recovered`` is of what full reuse behind the head loses.
+        ``recovered`` is of what full reuse after the head loses.
 
     Raises:
         ValueError: if ``quality`` is not in [0, 1], or if an example has no other to take a stand-in
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=TASKS, required=True, help="how the prompts are put")
     parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
     parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
-    parser.add_argument("--no-stand-in", action="store_true", help="all chunks behind the head alone")
+    parser.add_argument("--no-stand-in", action="store_true", help="all chunks after the head alone")
     parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
     options = parser.parse_args(argv)
     if options.data is None:

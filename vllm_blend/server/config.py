@@ -29,11 +29,11 @@ class ServerSettings:
         parts: the text parts of a chat message but its last mark chunks.
         separator: a text that marks chunks in any prompt: head, chunks and question lie between
             separators, which are not part of the prompt. Empty: none.
-        system: the system message that most requests have; chunks are computed behind it. None: the
+        system: the system message that most requests have; chunks are computed after it. None: the
             chat template's default.
         head: a text that most prompts begin with (in a chat: the user's turn); likewise. Empty: none.
         stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
-            corpus, as they would stand in a prompt: all chunks but a prompt's first are computed behind
+            corpus, as they would stand in a prompt: all chunks but a prompt's first are computed after
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.

@@ -91,7 +91,7 @@ class ModelKey:
         return self.hasher(text.encode()).digest(DIGEST_BYTES)
 
     def chunk(self, token_ids: Sequence[int], context: Sequence[int] = (), salt: str = "") -> ChunkKey:
-        """The key of a chunk: its token ids, those it was computed behind, and a tenant's salt."""
+        """The key of a chunk: its token ids, those it was computed after, and a tenant's salt."""
         return ChunkKey(self, tuple(token_ids), tuple(context), salt)
 
 

@@ -3,7 +3,7 @@
 store = ChunkStore([DiskTier("/var/cache/chunks", 200 << 30)], host_bytes=16 << 30)
 kv = store.get(key)             # memory, else the tiers in order; verified; None is a miss
 if kv is None:
-    store.put(key, compute())   # returns at once; written from behind
+    store.put(key, compute())   # returns at once; a thread writes it
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChunkStore:
         tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
         host_bytes: of host memory, taken at once.
         gpu_bytes: of the GPU's memory, likewise: chunks that are found in host memory are copied there
-            behind their requests, and are found there from then on. 0: none.
+            once their requests have read them, and are found there from then on. 0: none.
         pinned: page-locked host memory; None: where there is a GPU.
         load_threads: loads that run at once; with fewer than a request has chunks, its last chunks'
             first layer comes late.
@@ -177,7 +177,7 @@ class ChunkStore:
                 yield from lane.tier.token_ids()
 
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
-        """Keeps a chunk's KV. Never waits: it is copied and written from behind.
+        """Keeps a chunk's KV. Never waits: threads copy and write it.
 
         A chunk that is in memory is not written again, unless it has no scores there and ``kv`` has:
         then they are added to it, in memory and in every tier. Known scores stay, whatever is put.
@@ -290,7 +290,7 @@ class ChunkStore:
         return kv
 
     def _upload(self, key: ChunkKey) -> None:
-        """Copies a chunk from host memory to the GPU's, from behind."""
+        """Copies a chunk from host memory to the GPU's, on a thread."""
         if self._gpu is None or self._uploads is None or not self._host.contains(key):
             return
         with self._lock:
@@ -316,7 +316,7 @@ class ChunkStore:
                 self._to_gpu.discard(key.digest)
 
     def _take_in(self, key: ChunkKey, kv: StoredKV, ready: Any) -> None:
-        """Runs behind a put: into host memory, then to every tier."""
+        """What a put leaves to a thread: into host memory, then to every tier."""
         try:
             held = self._host.learn(key, kv.scores)
             if held is None:

@@ -1,4 +1,4 @@
-"""What a server's chunks are computed behind, and which of their KV suits which place of a prompt."""
+"""What a server's chunks are computed after, and which of their KV suits which place of a prompt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_blend.server.chunks.token_index import Run
 
 
 class Contexts(NamedTuple):
-    """What chunks are computed behind; the same for the whole server, so that a chunk's KV serves in
+    """What chunks are computed after; the same for the whole server, so that a chunk's KV serves in
     every prompt.
 
     Attributes:
         first: of a chunk that stands first in its prompt.
         later: of the others; the same where there is no stand-in.
-        scoring: what ``later`` chunks are computed behind once more, for their tokens' scores; None:
+        scoring: what ``later`` chunks are computed after once more, for their tokens' scores; None:
             there is nothing to be had.
     """
 
@@ -33,12 +33,12 @@ class Contexts(NamedTuple):
     def suited(
         self, runs: Iterable[tuple[Run, TokenIds]], taken: Iterable[tuple[int, int]] = ()
     ) -> list[tuple[Run, TokenIds]]:
-        """Runs that do not overlap, out of those of chunks computed behind either.
+        """Runs that do not overlap, out of those of chunks computed after either.
 
         Where both are there, the one that suits the place; where one is, that one.
 
         Args:
-            runs: each with what its chunk is computed behind.
+            runs: each with what its chunk is computed after.
             taken: places of the prompt that are no run's.
         """
         runs, places = list(runs), list(taken)
@@ -63,8 +63,8 @@ def chunk_contexts(
     Args:
         vllm_config: the engine's.
         system: a system message for the template; None: its default.
-        head: text behind all that.
-        stand_in: text behind that; None: a text of our own.
+        head: text after all that.
+        stand_in: text after that; None: a text of our own.
 
     Raises:
         ValueError: if there is no tokenizer for these texts, no template for ``system``, or if they

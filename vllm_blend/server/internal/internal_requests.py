@@ -33,7 +33,7 @@ class InternalRequests:
     Attributes:
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class InternalRequests:
         self.contexts = chunk_contexts(vllm_config, settings.system, settings.head, settings.stand_in)
         if not self.contexts.first:
             logger.warning(
-                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
+                "vllm_blend: no chat template and no BOS, so chunks are computed after nothing, which "
                 "costs quality; head sets a text."
             )
         self.pace: Calibration | None = None
@@ -95,7 +95,7 @@ class InternalRequests:
                 self._on_measured()
 
     def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
-        """What a chunk is computed behind for its scores; None: it needs none."""
+        """What a chunk is computed after for its scores; None: it needs none."""
         if not self._scored or chunk.context != self.contexts.later:
             return None  # one that stands first in its prompt is exact there
         return self.contexts.scoring

@@ -26,7 +26,7 @@ class Lookup:
         chunks: that are in memory.
         background: where the others are computed.
         fetches: of the store, where there is one.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
         min_tokens: of a chunk, or a part of one, that is found by content.
     """
 
@@ -53,7 +53,7 @@ class Lookup:
         ):
             key, context = self.known(chunk)
             if context != chunk.context:
-                self.miss(chunk)  # the next prompt gets it behind what suits its place
+                self.miss(chunk)  # the next prompt gets it with the context that suits its place
             if key is None or context is None:
                 missed += 1
             else:
@@ -66,7 +66,7 @@ class Lookup:
         return sorted(spans, key=lambda span: span.start), missed
 
     def marked(self, tenant: str, tokens: TokenIds, blend_request: BlendRequest) -> list[ChunkIds]:
-        """The chunks that a request names, each behind what suits its place."""
+        """The chunks that a request names, each with the context that suits its place."""
         return [
             ChunkIds(tenant, tokens[start:end], self._contexts.at(start, blend_request.spans[0][0]))
             for start, end in blend_request.spans
@@ -74,7 +74,7 @@ class Lookup:
 
     def known(self, chunk: ChunkIds) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
         """The key of a chunk that is in memory, else of the same tokens' for another place; and what
-        that is computed behind."""
+        that is computed after."""
         for context in dict.fromkeys((chunk.context, *self._contexts[:2])):
             if (key := self._chunks.get(replace(chunk, context=context))) is not None:
                 return key, context
@@ -95,9 +95,9 @@ class Lookup:
         spans = []
         for run, context in suited:
             assert isinstance(run.key, bytes)
-            behind = context + self._chunks.chunk(run.key).token_ids[: run.offset]
-            same_length = len(behind) == run.start
-            exact = same_length and windows.tokens[: run.start].tolist() == list(behind)
+            before = context + self._chunks.chunk(run.key).token_ids[: run.offset]
+            same_length = len(before) == run.start
+            exact = same_length and windows.tokens[: run.start].tolist() == list(before)
             spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, exact))
             if context != (better := self._contexts.at(run.start, first_start)):
                 self.miss(replace(self._chunks.chunk(run.key), context=better))
@@ -111,7 +111,7 @@ class Lookup:
             self._fetches.ask(chunk)
 
     def _learn(self, tenant: str, tokens: TokenIds, windows: Windows, spans: list[KeyedSpan]) -> None:
-        """Text of earlier prompts that comes back behind other text becomes a chunk."""
+        """Text of earlier prompts that comes back after other text becomes a chunk."""
         # a chunk that is too short to be found would be learned again and again
         known = windows.head(len(tokens) - 1)
         starts = [span.start for span in spans]

@@ -31,7 +31,7 @@ PENDING, MISSING, FOUND = range(3)
 
 
 class TierIO:
-    """Writes chunks behind, and fetches them.
+    """Writes chunks later, and fetches them.
 
     Args:
         store: it is closed when it is forgotten, or when the process ends.
@@ -75,7 +75,7 @@ class TierIO:
         return cls(store, key)
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
-        """Keeps a chunk, from behind; False if too much waits already."""
+        """Keeps a chunk, later; False if too much waits already."""
         store_key = self._names[key] = self._key(chunk)
         if not self.store.put(store_key, kv):
             return False
