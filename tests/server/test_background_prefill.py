@@ -105,14 +105,22 @@ def step_of(plan: CollectPlan) -> BlendStep:
     return BlendStep([request], [0, plan.num_prompt_tokens], "auto")
 
 
+def collected(start: int, end: int, kv: list[Any], key: bytes, scored: bool = False) -> CollectPlan:
+    """A plan whose rows were all kept."""
+    plan = CollectPlan(start, num_prompt_tokens=end, key=key, chunk=CHUNK, scored=scored)
+    for layer, (k, v) in enumerate(kv):
+        plan.write(layer, start, k, v)
+    return plan
+
+
 def test_the_models_process_keeps_scores_with_the_kv() -> None:
     torch.manual_seed(0)
     chunks, key = ChunkCache(), chunk_key(CHUNK)
     one, other = ([(torch.randn(4, 2, 8), torch.randn(4, 2, 8)) for _ in range(3)] for _ in range(2))
-    chunks.keep(step_of(CollectPlan(2, num_prompt_tokens=6, kv=list(one), key=key, chunk=CHUNK)))
+    chunks.keep(step_of(collected(2, 6, list(one), key)))
     (before,) = chunks._chunks.values()
     assert before.scores is None
-    again = CollectPlan(1, num_prompt_tokens=5, kv=list(other), key=key, chunk=CHUNK, scored=True)
+    again = collected(1, 5, list(other), key, scored=True)
     chunks.keep(step_of(again))
     (after,) = chunks._chunks.values()
     assert after.layers is before.layers
@@ -125,7 +133,7 @@ def test_the_models_process_keeps_scores_with_the_kv() -> None:
 def test_a_score_for_kv_that_is_gone_is_forgotten() -> None:
     chunks = ChunkCache()
     kv = [(torch.randn(4, 2, 8), torch.randn(4, 2, 8))]
-    plan = CollectPlan(0, num_prompt_tokens=4, kv=kv, key=b"gone", chunk=CHUNK, scored=True)
+    plan = collected(0, 4, kv, b"gone", scored=True)
     chunks.keep(step_of(plan))
     assert len(chunks) == 0
 

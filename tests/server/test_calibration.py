@@ -29,7 +29,7 @@ SLOW = EngineTimes(ComputeTime(0, 0, 1e-3, 0), ComputeTime(0, 0, 1e-3, 0))
 @contextmanager
 def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
     store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
-    values = {"store": store, "recomp_ratio": "auto"} | config
+    values = {"store": store, "recomp_ratio": "auto", "harvest": False} | config
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(

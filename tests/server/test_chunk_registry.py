@@ -75,7 +75,7 @@ class Chunks(RuleBasedStateMachine):
     def compute(self, plan: CollectPlan, whole: bool) -> None:
         """What the model does in a window of the chunk's request."""
         rows = plan.num_prompt_tokens if whole else plan.num_prompt_tokens // 2
-        plan.kv = [(torch.zeros(plan.num_prompt_tokens - plan.start, 1, 2),) * 2]
+        plan.write(0, 0, *[torch.zeros(rows, 1, 2)] * 2)
         request = StepRequest(plan, 0, 0, rows, torch.device("cpu"))
         self.kv.keep(BlendStep([request], rows, "auto"))
 

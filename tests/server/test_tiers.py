@@ -24,7 +24,7 @@ FIELD = {"recomp_ratio": 0.3} | REPORT
 @contextmanager
 def server(tiny: Any, store: dict[str, Any]) -> Iterator[Engine]:
     """An engine with a store below it."""
-    config = {"vllm_blend": {"store": {"host_gb": 0.02} | store}}
+    config = {"vllm_blend": {"store": {"host_gb": 0.02} | store, "harvest": False}}
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=config) as engine,

@@ -45,11 +45,13 @@ class BlendPlan:
     """What one request reuses. Immutable, so requests may share it (``n > 1``).
 
     ``timed``: measure its stages (``core/stage_clock.py``).
+    ``harvest``: parts of the prompt whose KV is kept as this prefill computes it; outside of ``spans``.
     """
 
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+    harvest: tuple[CollectPlan, ...] = ()
 
     @cached_property
     def made(self) -> dict[str, torch.Tensor]:
@@ -117,15 +119,19 @@ class KeyedPlan:
     spans: tuple[KeyedSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+    harvest: tuple[CollectPlan, ...] = ()
 
 
 @dataclass(eq=False)
 class CollectPlan:
-    """A request whose KV is kept: rows from ``start`` on of its prompt.
+    """Rows of a prompt whose KV is kept: from ``start`` to ``num_prompt_tokens``; of a ``BlendPlan``'s
+    ``harvest`` that is where the part ends.
 
-    Attention fills ``kv`` window by window (``model/collect.py``); it is whole when the prefill is.
+    Attention fills ``kv`` window by window (``model/collect.py``).
 
     Attributes:
+        num_filled: rows whose KV is in ``kv``, from the first one on; what a prefix cache holds is not
+            computed, and leaves a gap.
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
@@ -138,6 +144,7 @@ class CollectPlan:
     on_model: bool = False
     num_prompt_tokens: int = 0
     kv: list[LayerKV] = field(default_factory=list)
+    num_filled: int = 0
     key: ChunkKey | None = None
     chunk: ChunkIds | None = None
     scored: bool = False
@@ -146,6 +153,18 @@ class CollectPlan:
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object
+
+    @property
+    def num_tokens(self) -> int:
+        """How many rows are to be kept."""
+        return self.num_prompt_tokens - self.start
+
+    def take(self) -> tuple[LayerKV, ...] | None:
+        """What was kept, once; None if there is a gap in it. A plan that vLLM hands over again, after a
+        preemption, starts anew."""
+        kv, filled = tuple(self.kv), self.num_filled
+        self.kv, self.num_filled = [], 0
+        return kv if filled == self.num_tokens else None
 
     @property
     def spans(self) -> tuple[ChunkSpan, ...]:
@@ -170,7 +189,7 @@ class CollectPlan:
     def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
         if layer == len(self.kv):
-            size = (self.num_prompt_tokens - self.start, *k.shape[1:])
+            size = (self.num_tokens, *k.shape[1:])
             self.kv.append((k.new_empty(size), v.new_empty(size)))
         skip = max(self.start - position, 0)
         rows = min(len(k), self.num_prompt_tokens - position)
@@ -178,6 +197,8 @@ class CollectPlan:
             place = slice(position + skip - self.start, position + rows - self.start)
             self.kv[layer][0][place] = k[skip:rows]
             self.kv[layer][1][place] = v[skip:rows]
+            if layer == 0 and place.start <= self.num_filled:
+                self.num_filled = max(self.num_filled, place.stop)
 
 
 def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> None:

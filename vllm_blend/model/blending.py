@@ -16,7 +16,6 @@ from vllm.forward_context import get_forward_context
 from vllm_blend.attention.base import LayerBlend
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
-from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep
 from vllm_blend.model import rows
@@ -197,9 +196,7 @@ class Blending:
             collect(self.step, self._frame, layer.index, layer.rotation, key, value)
 
     def _ended(self, step: BlendStep, device: torch.device) -> None:
-        for request in step.collected:
-            plan = request.plan
-            assert isinstance(plan, CollectPlan)
+        for request, plan in step.collected:
             if plan.on_model and request.end >= plan.num_prompt_tokens:
                 for owner, kv in zip(self.owners, plan.kv, strict=True):
                     if owner is not None:

@@ -36,6 +36,10 @@ class ServerSettings:
             corpus, as they would stand in a prompt: all chunks but a prompt's first are computed after
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
+        harvest: a chunk's KV is kept from the first prefill that computes it, after whatever stands
+            before it there: it is reused from the second request on. False: a chunk is computed by
+            itself, after ``head`` and ``stand_in``, when the engine has time; its KV depends on
+            nothing else then.
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
         ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
@@ -59,6 +63,7 @@ class ServerSettings:
     system: str | None = None
     head: str = ""
     stand_in: str | None = None
+    harvest: bool = True
     min_chunk_tokens: int = 16
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
@@ -70,7 +75,7 @@ class ServerSettings:
     paced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("auto", "parts", "log_requests"):
+        for name in ("auto", "parts", "log_requests", "harvest"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
         for name in ("separator", "head"):

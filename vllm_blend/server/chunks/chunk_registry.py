@@ -108,8 +108,10 @@ class ChunkRegistry:
         """Makes room for a chunk that is to come.
 
         Returns:
-            Its key; None if there is no room.
+            Its key; None if there is no room, or if it is on its way already.
         """
+        if chunk_key(new) in self._coming:
+            return None
         free = self.max_tokens - self.num_tokens
         victims = []
         for key, chunk in self._chunks.items():
@@ -126,6 +128,10 @@ class ChunkRegistry:
         self._coming[key] = new
         self.num_tokens += len(new.token_ids)
         return key
+
+    def coming(self, key: ChunkKey) -> ChunkIds | None:
+        """A chunk that room was made for and that is not here yet."""
+        return self._coming.get(key)
 
     def commit(self, key: ChunkKey) -> None:
         """The model's process has the chunk now."""

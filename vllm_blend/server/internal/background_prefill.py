@@ -95,6 +95,11 @@ class BackgroundPrefill:
             return
         self._waiting[key] = chunk
 
+    def score(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        """Computes a known chunk's KV once more for its tokens' scores, if that is wanted."""
+        if self._scoring(chunk) is not None:
+            self._unscored[key] = chunk
+
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
         costs = [_cost(chunk) for chunk in self._waiting.values()]
@@ -171,8 +176,7 @@ class BackgroundPrefill:
         if completed:
             self.num_computed += 1
             self.chunks.commit(plan.key)
-            if self._scoring(plan.chunk) is not None:
-                self._unscored[plan.key] = plan.chunk
+            self.score(plan.key, plan.chunk)
         else:
             self.chunks.cancel(plan.key)
 

@@ -27,6 +27,7 @@ class ChunkCache:
         self.memory: PinnedMemory | None = None
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
+        self._harvested: list[ChunkKey] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -71,17 +72,21 @@ class ChunkCache:
                 kv = self.tiers.nearest(span.key) or kv
             tokens = kv.tokens(span.offset, end)
             spans.append(ChunkSpan(span.start, tokens, exact=span.exact))
-        return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
+        if not spans and not plan.harvest:
+            return None
+        return BlendPlan(tuple(spans), plan.settings, plan.timed, plan.harvest)
 
     def keep(self, step: BlendStep) -> None:
         """Keeps what the step collected under a key, once it is whole."""
-        for request in step.collected:
-            plan = request.plan
-            assert isinstance(plan, CollectPlan)
-            if plan.key is None or request.position + request.num_rows < plan.num_prompt_tokens:
+        for request, plan in step.collected:
+            if plan.key is None or request.end < plan.num_prompt_tokens:
                 continue
-            # vLLM may hand the plan over again after a preemption: it starts anew
-            kv, plan.kv = StoredKV(tuple(plan.kv)), []
+            layers = plan.take()
+            if layers is None:  # the prefix cache had part of it, which was not computed
+                continue
+            if isinstance(request.plan, BlendPlan):
+                self._harvested.append(plan.key)
+            kv = StoredKV(layers)
             if plan.scored:
                 base = self._chunks.get(plan.key)
                 if base is None:  # dropped meanwhile
@@ -105,8 +110,8 @@ class ChunkCache:
 
     def collect_events(self) -> WorkerEvents | None:
         """What there is to tell the scheduler, but for times."""
-        events = WorkerEvents(lost=self._lost)
-        self._lost = []
+        events = WorkerEvents(lost=self._lost, harvested=self._harvested)
+        self._lost, self._harvested = [], []
         if self.tiers is not None:
             self._chunks |= {k: kv for k, kv in self.tiers.settled().items() if k in self._chunks}
             fetched = self.tiers.fetched()
