@@ -278,7 +278,7 @@ from vllm_blend.store import ChunkStore
 from vllm_blend.store.redis_tier import RedisTier
 url, budget, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 hot, choose, missed = make_key(), random.Random(seed), 0
-with ChunkStore([RedisTier(url, budget)], host_bytes=0, timeout_s=30) as store:
+with ChunkStore([RedisTier(url, budget, timeout_s=60)], host_bytes=0, timeout_s=300) as store:
     for number in range(5000):
         rare = make_key(choose.randrange(1, 100))
         for key in [hot, rare] if number % 5 == 0 else [hot]:
@@ -286,11 +286,9 @@ with ChunkStore([RedisTier(url, budget)], host_bytes=0, timeout_s=30) as store:
             if kv is None:
                 missed += key is hot
                 store.put(key, make_kv(key))
-                if number % 50 == 0:
-                    assert store.flush()
+                assert store.flush(300)
             else:
                 assert same(kv, make_kv(key))
-    assert store.flush()
     wrong = {name for name in store.stats() if name.startswith(("rejected", "failures"))}
     assert wrong <= {"rejected.redis.gone"}, store.stats()  # evicted while it was read
 print(missed)
@@ -299,7 +297,7 @@ print(missed)
 
 @pytest.mark.slow
 def test_a_budget_holds_under_two_servers_and_a_hot_chunk(redis_server: RedisServer) -> None:
-    """10,000 requests for one chunk, 1,000 for others, of which a tenth has room."""
+    """10,000 requests for one chunk, 2,000 for 99 others, of which 19 have room."""
     budget = 20 * SIZE
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, HELPERS])}
     command = [sys.executable, "-c", HOT, redis_server.url, str(budget)]
@@ -327,4 +325,4 @@ return sum
     assert 0 < most <= budget
     assert found == counted and sum(found.values()) == num_bytes <= budget
     assert make_key().digest.hex() in found
-    assert all(int(output) <= 20 for output in outputs), outputs  # until the first record is there
+    assert all(int(output) <= 1 for output in outputs), outputs  # before it was there
