@@ -1,6 +1,6 @@
 """A server under a RAG-like load, stock against blending, driven by vLLM's own ``bench serve`` client.
 
-A trace: 100 documents, 6 of them in each request by Zipf's law, a question behind them. Both servers
+A trace: 100 documents, 6 of them in each request by Zipf's law, a question after them. Both servers
 are up, and take turns: the same trace one request after the other (TTFT), at given rates, some at a
 time, then all at once (throughput). The blending server has seen every document once before ("warm");
 the prefix cache is on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
@@ -329,7 +329,7 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
     Args:
         first: where it keeps other KV of a prompt's first chunk: each document first as well.
     """
-    # each document behind another
+    # each document after another
     groups = [[corpus[at - 1], *corpus[at : at + 9]] for at in range(0, len(corpus), 9)]
     groups += [[text] for text in corpus] if first else []
     missed, computed, before = 1, 0, -1

@@ -1,4 +1,4 @@
-"""A server whose chunks are computed behind a stand-in, all but a prompt's first."""
+"""A server whose chunks are computed after a stand-in, all but a prompt's first."""
 
 from __future__ import annotations
 

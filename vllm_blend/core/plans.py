@@ -26,7 +26,7 @@ class ChunkSpan:
     """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
 
     ``token_ids``, where known, are compared with the prompt's before the KV is used.
-    ``exact``: it was computed behind just what stands before it here, so nothing is gained by computing
+    ``exact``: it was computed after just what stands before it here, so nothing is gained by computing
     it again.
     """
 
@@ -95,7 +95,7 @@ class ChunkIds:
 
     Attributes:
         tenant: only its requests find the chunk.
-        context: token ids that its KV is computed behind.
+        context: token ids that its KV is computed after.
     """
 
     tenant: str
@@ -104,7 +104,7 @@ class ChunkIds:
 
     @property
     def shelf(self) -> tuple[str, tuple[int, ...]]:
-        """What it has in common with others: whose they are, and what they are computed behind."""
+        """What it has in common with others: whose they are, and what they are computed after."""
         return self.tenant, self.context
 
 
@@ -145,7 +145,7 @@ class CollectPlan:
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
-        scored: ``key``'s KV is there, computed behind something else: keep only its tokens' scores.
+        scored: ``key``'s KV is there, computed after something else: keep only its tokens' scores.
         prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
         as_written: keep K as attention writes it, rotated to its place.
     """

@@ -35,7 +35,7 @@ class StepRequest:
         row: its first row in the step.
         request_id: vLLM's.
         num_prompt_tokens: a request that was preempted also prefills what it has answered so far,
-            behind its prompt; None: this window ends with the prompt.
+            after its prompt; None: this window ends with the prompt.
     """
 
     plan: BlendPlan | CollectPlan
@@ -58,7 +58,7 @@ class StepRequest:
 
     @property
     def end(self) -> int:
-        """Prompt position behind its last row."""
+        """Prompt position after its last row."""
         return self.position + self.num_rows
 
     @property

@@ -26,7 +26,7 @@ class WorkerCommands:
         drop: chunks whose memory others need.
         fetch: chunks to be had from the store's lower tiers, if they are there.
         locate: chunks to be looked for there.
-        claim: tenants whose chunks on disk are to be told, and what these may be computed behind.
+        claim: tenants whose chunks on disk are to be told, and what these may be computed after.
     """
 
     drop: tuple[ChunkKey, ...] = ()

@@ -1,6 +1,6 @@
-"""What a server's chunks are computed behind, and which of their KV suits which place of a prompt.
+"""What a server's chunks are computed after, and which of their KV suits which place of a prompt.
 
-A chunk's context is what its KV was computed behind: one of the server's own, for chunks that it
+A chunk's context is what its KV was computed after: one of the server's own, for chunks that it
 computes by themselves; or what stood before it in the prompt of a request that computed it.
 """
 
@@ -22,13 +22,13 @@ computed them. (The largest ids that a store's key can hold; no vocabulary has t
 
 
 class Contexts(NamedTuple):
-    """What chunks are computed behind; the same for the whole server, so that a chunk's KV serves in
+    """What chunks are computed after; the same for the whole server, so that a chunk's KV serves in
     every prompt.
 
     Attributes:
         first: of a chunk that stands first in its prompt.
         later: of the others; the same where there is no stand-in.
-        scoring: what chunks but the first ones are computed behind once more, for their tokens' scores;
+        scoring: what chunks but the first ones are computed after once more, for their tokens' scores;
             None: there is nothing to be had.
         harvest: chunks are kept from requests' own prefills, too.
     """
@@ -70,12 +70,12 @@ class Contexts(NamedTuple):
     def suited(
         self, runs: Iterable[tuple[Run, TokenIds]], taken: Iterable[tuple[int, int]] = ()
     ) -> list[tuple[Run, TokenIds]]:
-        """Runs that do not overlap, out of those of chunks computed behind either.
+        """Runs that do not overlap, out of those of chunks computed after either.
 
         Where both are there, the one that suits the place; where one is, that one.
 
         Args:
-            runs: each with what its chunk is computed behind.
+            runs: each with what its chunk is computed after.
             taken: places of the prompt that are no run's.
         """
         runs, places = list(runs), list(taken)
@@ -105,8 +105,8 @@ def chunk_contexts(
     Args:
         vllm_config: the engine's.
         system: a system message for the template; None: its default.
-        head: text behind all that.
-        stand_in: text behind that; None: a text of our own.
+        head: text after all that.
+        stand_in: text after that; None: a text of our own.
         harvest: as in ``Contexts``.
 
     Raises:

@@ -87,7 +87,7 @@ class ChunkRegistry:
         return self._chunks[key]
 
     def find(self, tenant: str, context: TokenIds, prompt: Windows, min_tokens: int) -> list[Run]:
-        """A tenant's known chunks computed behind ``context``, or parts of them, in a prompt."""
+        """A tenant's known chunks computed after ``context``, or parts of them, in a prompt."""
         index = self._indexes.get((tenant, context))
         runs = [] if index is None else index.find(prompt, min_tokens)
         for run in runs:

@@ -33,7 +33,7 @@ class InternalRequests:
     Attributes:
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class InternalRequests:
         )
         if not self.contexts.first:
             logger.warning(
-                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
+                "vllm_blend: no chat template and no BOS, so chunks are computed after nothing, which "
                 "costs quality; head sets a text."
             )
         self.pace: Calibration | None = None
@@ -97,7 +97,7 @@ class InternalRequests:
                 self._on_measured()
 
     def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
-        """What a chunk is computed behind for its scores; None: it needs none."""
+        """What a chunk is computed after for its scores; None: it needs none."""
         if not self._scored or chunk.context not in (self.contexts.later, HARVESTED):
             return None  # one that stands first in its prompt is exact there
         return self.contexts.scoring

@@ -46,7 +46,7 @@ class Lookup:
         chunks: that are in memory.
         background: where the others are computed.
         fetches: of the store, where there is one.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
         min_tokens: of a chunk, or a part of one, that is found by content.
     """
 
@@ -75,7 +75,7 @@ class Lookup:
                 missed.append((start, chunks[0]))
                 continue
             if context not in self._contexts.suited_at(start, first_start):
-                self.miss(chunks[0])  # the next prompt gets it behind what suits its place
+                self.miss(chunks[0])  # the next prompt gets it with the context that suits its place
             found.spans.append(KeyedSpan(start, end, key, exact=tokens[:start] == context))
         found.missed = len(missed)
         if blend_request.auto:
@@ -113,8 +113,8 @@ class Lookup:
     def marked(
         self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
     ) -> list[list[ChunkIds]]:
-        """The chunks that a request names, each behind all that it may be known behind, what suits its
-        place best first."""
+        """The chunks that a request names, each with all contexts that it may be known by, the one
+        that suits its place best first."""
         return [
             [
                 ChunkIds(tenant, tokens[start:end], context)
@@ -124,7 +124,7 @@ class Lookup:
         ]
 
     def known(self, chunks: Sequence[ChunkIds]) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
-        """The first of these that is in memory: its key, and what it is computed behind."""
+        """The first of these that is in memory: its key, and what it is computed after."""
         for chunk in chunks:
             if (key := self._chunks.get(chunk)) is not None:
                 return key, chunk.context
@@ -145,9 +145,9 @@ class Lookup:
         spans = []
         for run, context in suited:
             assert isinstance(run.key, bytes)
-            behind = context + self._chunks.chunk(run.key).token_ids[: run.offset]
-            same_length = len(behind) == run.start
-            exact = same_length and windows.tokens[: run.start].tolist() == list(behind)
+            before = context + self._chunks.chunk(run.key).token_ids[: run.offset]
+            same_length = len(before) == run.start
+            exact = same_length and windows.tokens[: run.start].tolist() == list(before)
             spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, exact))
             if context not in (better := self._contexts.suited_at(run.start, first_start)):
                 self.miss(replace(self._chunks.chunk(run.key), context=better[0]))
@@ -165,7 +165,7 @@ class Lookup:
     def _learn(
         self, tenant: str, tokens: TokenIds, windows: Windows, taken: Sequence[tuple[int, int]]
     ) -> list[tuple[int, ChunkIds]]:
-        """Text of earlier prompts that comes back behind other text becomes a chunk.
+        """Text of earlier prompts that comes back after other text becomes a chunk.
 
         Args:
             taken: places of the prompt that are chunks'.

@@ -52,7 +52,7 @@ class Reports:
         """A request was planned; ``asked``: its client wants to know.
 
         Args:
-            harvested: of its reused chunks, those that were kept from another request's prefill, behind
+            harvested: of its reused chunks, those that were kept from another request's prefill, after
                 what stood before them there.
             decided: what the controller decided, and why (``Waiting.told``).
         """

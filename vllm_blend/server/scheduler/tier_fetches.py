@@ -28,7 +28,7 @@ MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
 FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
 """Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants; with a
-stand-in, of a tenant's chunks computed behind the same, and such sets."""
+stand-in, of a tenant's chunks computed after the same, and such sets."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -39,7 +39,7 @@ class Fetches:
     Args:
         chunks: where those that are there become known.
         background: where the others are computed.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Fetches:
         """Decides which marked chunks a request waits for, by where they are; it then waits.
 
         Args:
-            marked: the chunks that the request names, each behind all that it may be known behind.
+            marked: the chunks that the request names, each with all contexts that it may be known by.
             num_tokens: of its prompt.
         """
         chunks: list[Located] = []
