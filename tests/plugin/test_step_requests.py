@@ -11,6 +11,7 @@ import torch
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, KeyedPlan
+from vllm_blend.model.blending import Blending
 from vllm_blend.plugin.attach import BlendModel
 from vllm_blend.plugin.step_requests import BlendModelState, state_class
 
@@ -60,7 +61,8 @@ def state() -> State:
         return found if (request_id, computed) == ("keyed", 3) else None
 
     chunks = SimpleNamespace(resolve=resolve)
-    blending = SimpleNamespace(step=None, unsupported=None, chunks=chunks)
+    blending = Blending()
+    blending.chunks = chunks
     return State(SimpleNamespace(blending=blending))
 
 
@@ -87,7 +89,7 @@ def test_a_step_has_the_prefills_with_a_plan(state: State) -> None:
     state.add_request(3, new("blend", blend))
     state.add_request(4, new("keyed", KeyedPlan(()), computed=3))
     state.add_request(5, new("lost", KeyedPlan(())))
-    assert set(state.plans) == {"collect", "blend", "keyed"}
+    assert set(state.plans) == {"collect", "blend", "keyed", "lost"}
     assert [index for _, index in state.told] == [0, 1, 2, 3, 4, 5]
     batch, states = batch_of(
         ("plain", 7, 0, 7),

@@ -30,6 +30,8 @@ def collect(
     for request in step.collected:
         plan = request.plan
         assert isinstance(plan, CollectPlan)
+        if plan.key is not None and plan.into is None:
+            continue
         # a prefix whose KV is there is not computed
         position = max([request.position, *(end for _, _, end in request.windows)])
         count = request.end - position

@@ -28,6 +28,10 @@ from vllm_blend.core.step import BlendStep, StepRequest
 AHEAD = 3
 """Buffers of the ring: one in use, one ready, one on its way."""
 
+STAGED = 2 * AHEAD + 4
+"""What a step may hold on the GPU for blending, in units of one layer's K of all its rows: the ring; K
+and V that are collected, or widened from fp8, and their values in fp32."""
+
 
 @dataclass(frozen=True, eq=False)
 class Window:

@@ -53,8 +53,12 @@ class BlendModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super().__call__  # type: ignore[misc]
-        if self.blending.step is None:
-            return stock(*args, **kwargs)
+        if not self.blending.is_on:
+            held = self.blending.staging()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                del held
         return self.blending.forward(stock, *args, **kwargs)
 
     def get_model_state_cls(self) -> type[Any]:

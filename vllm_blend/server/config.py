@@ -37,6 +37,8 @@ class ServerSettings:
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
+        max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
+            computed, kept and loaded as a whole.
         ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers later, and are found there again.
@@ -60,6 +62,7 @@ class ServerSettings:
     head: str = ""
     stand_in: str | None = None
     min_chunk_tokens: int = 16
+    max_chunk_tokens: int = 8192
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
     quality_floor: float = FLOOR
@@ -80,6 +83,7 @@ class ServerSettings:
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text or null")
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
+        _check_number("max_chunk_tokens", self.max_chunk_tokens, int, max(64, self.min_chunk_tokens))
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:
             if not isinstance(self.store, Mapping):

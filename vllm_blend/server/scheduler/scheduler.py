@@ -94,6 +94,7 @@ class BlendScheduler:
             self.blend_fetches,
             self.blend_own.contexts,
             settings.min_chunk_tokens,
+            settings.max_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
