@@ -119,7 +119,7 @@ def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
         "keep": ("server.worker.chunk_cache:ChunkCache.keep", 1),
         "collect": ("core.plans:CollectPlan.write", 3),
     }[stage]
-    prompt, spans = prompt_of(engine, [100 + rank, 100 * nth])
+    prompt, spans = prompt_of(engine, [100 + 10 * nth + rank, 200 + 10 * nth + rank])
     full = answer(*outputs(engine, [prompt], [None]))
     engine.tell("fail_at", rank, f"vllm_blend.{place}", nth)
     outputs(engine, [prompt], [{"spans": spans}])

@@ -112,6 +112,29 @@ def test_a_step_has_the_prefills_with_a_plan(state: State) -> None:
     assert state.model.blending.step is None
 
 
+def test_a_plan_that_cannot_be_made_is_reported(state: State) -> None:
+    """The step's forward is the model's own; what was to be collected is no blended request."""
+    blending = state.model.blending
+    blending.guard.catches = True
+
+    def fails(plan: Any, request_id: str, computed: int) -> Any:
+        raise MemoryError("none left")
+
+    blending.chunks = SimpleNamespace(resolve=fails)
+    state.add_request(0, new("keyed", KeyedPlan(())))
+    state.add_request(1, new("collect", CollectPlan()))
+    state.prepare_inputs(*batch_of(("keyed", 5, 3, 12), ("collect", 4, 8, 12), ("plain", 1, 0, 1)))
+    assert blending.is_on
+    output = blending.forward(lambda input_ids, positions, **_: positions * 2, None, torch.arange(10))
+    assert torch.equal(output, torch.arange(10) * 2)
+    state.postprocess_state("output")
+    assert not blending.is_on
+    assert blending.guard.take_prefilled() == ("keyed",)
+    blending.chunks = SimpleNamespace(resolve=lambda plan, *_: BlendPlan(()))  # it is tried again
+    step = state.prepare_inputs(*batch_of(("keyed", 4, 8, 12)))["step"]
+    assert [r.request_id for r in step.requests] == ["keyed"]
+
+
 def test_a_step_without_plans_is_vllms_own(state: State) -> None:
     batch, states = batch_of(("plain", 7, 0, 7))
     assert state.prepare_inputs(batch, states)["step"] is None

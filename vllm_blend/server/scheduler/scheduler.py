@@ -62,7 +62,8 @@ class BlendScheduler:
         settings = ServerSettings.of(self.vllm_config)
         assert settings is not None  # else plugin/hooks.py would not have chosen this class
         self.blend_settings = settings
-        self.blend_token_bytes = bytes_per_token(self.vllm_config)
+        storage = (settings.store or {}).get("storage", "auto")
+        self.blend_token_bytes = bytes_per_token(self.vllm_config, storage)
         self.blend_chunks = ChunkRegistry(settings.chunk_bytes // self.blend_token_bytes)
         self._block_size = kwargs["hash_block_size"]
         hasher = None
