@@ -6,8 +6,11 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from vllm_blend.compat.engine_access import model_of
 from vllm_blend.model.guard import Guard
+from vllm_blend.model.select import early
 
 undo: list[Any] = []
 
@@ -40,6 +43,20 @@ class Faults:
 
         setattr(owner, name, property(fails) if stock is not there else fails)
         undo.append((lambda: setattr(owner, name, there), lambda: calls))
+
+    def choose_others(self, rank: int) -> None:
+        """One rank chooses as many other rows, before layer 0."""
+        if self.rank != rank:
+            return
+        stock, calls = early.choose, 0
+
+        def others(*args: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return torch.arange(len(stock(*args)))
+
+        early.choose = others
+        undo.append((lambda: setattr(early, "choose", stock), lambda: calls))
 
     def mend(self) -> int:
         """Undoes it; how often it was called."""

@@ -134,6 +134,23 @@ def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
     assert report(again)["reused_tokens"] == 200
 
 
+@pytest.mark.parametrize("policy", ["static", "ahead*static"])
+def test_ranks_that_choose_differently_take_the_first_ones_rows(engine: TwoRanks, policy: str) -> None:
+    prompt, spans = prompt_of(engine, [1, 2, 3])
+    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
+    outputs(engine, [prompt], [field])
+    drain(engine)
+    scheduler(engine).reset_prefix_cache()
+    expected = answer(*outputs(engine, [prompt], [field]))
+    for rank in (1, 0):
+        engine.tell("choose_others", rank)
+        scheduler(engine).reset_prefix_cache()
+        (found,) = outputs(engine, [prompt], [field])
+        assert sum(engine.tell("mend"))
+        assert report(found)["reused_tokens"] == 300 and not report(found)["why_not"]
+        assert (answer(found) == expected) == (rank == 1)
+
+
 def test_after_several_failures_of_one_rank_no_rank_blends(engine: TwoRanks) -> None:
     prompt, spans = prompt_of(engine, [1, 2, 3])
     field = {"spans": spans, "policy": "static"} | REPORT

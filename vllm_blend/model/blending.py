@@ -374,11 +374,10 @@ def _known(value: T | None) -> T:
 
 
 def _digest_of(step: BlendStep | None) -> int:
-    """Of what all ranks must have in common."""
+    """Of what all ranks must have in common; in scripts the ranks name requests as they like."""
     requests = [] if step is None else step.requests
     return digest(
-        (r.request_id, r.row, r.position, r.num_rows, [(lo, hi) for _, lo, hi in r.windows])
-        for r in requests
+        (r.row, r.position, r.num_rows, [(lo, hi) for _, lo, hi in r.windows]) for r in requests
     )
 
 

@@ -101,6 +101,17 @@ class ServerSettings:
             return int(self.ram_gb * 1e9)
         return int(0.9 * self.store["host_gb"] * 1e9)
 
+    def collect_bytes(self, token_bytes: int) -> int:
+        """Host memory for chunks that a GPU computes: all that are kept, or with a store, which has
+        memory of its own, two of the longest on their way there, and a tenth of ``host_gb`` at most.
+
+        Args:
+            token_bytes: of a token's K and V in all layers.
+        """
+        if self.store is None:
+            return self.chunk_bytes
+        return min(2 * self.max_chunk_tokens * token_bytes, self.chunk_bytes // 9)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:
         """Settings from JSON values; an unknown key is refused by name."""
