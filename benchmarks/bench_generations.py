@@ -159,11 +159,10 @@ def keep(
     blender.llm.generate([{"prompt_token_ids": prompt.token_ids}], params, use_tqdm=False)
     kept = {}
     for at, part in plans.items():
-        layers = part.take()
-        assert layers is not None
+        assert part.is_whole
         kv = chunks[at].kv
         assert kv is not None
-        kept[at] = replace(StoredKV(layers), scores=kv.scores)
+        kept[at] = replace(StoredKV(tuple(part.kv)), scores=kv.scores)
     return kept
 
 
