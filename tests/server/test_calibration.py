@@ -102,7 +102,7 @@ def ask(
 
 def test_the_engine_is_measured_once(started: Engine) -> None:
     state = scheduler(started)
-    pace = state.blend_own.pace
+    pace = state.blend_internal.calibration
     assert pace.done
     assert [len(pace._samples[kind]) for kind in ("full", "blended")] == [3, 6]
     assert all(s > 0 for samples in pace._samples.values() for _, _, s in samples)
@@ -117,7 +117,7 @@ def test_the_engine_is_measured_once(started: Engine) -> None:
 
 def test_chunks_on_a_fast_tier_are_loaded_at_the_floor(started: Engine) -> None:
     state = scheduler(started)
-    state.blend_own.pace._times = SLOW
+    state.blend_internal.calibration._times = SLOW
     first, told, _ = ask(started, [1, 2, 3])
     assert (told["reused_tokens"], told["why_not"]) == (0, "no chunk is known yet")
     drain(started)
@@ -156,18 +156,18 @@ def test_full_prefill_where_blending_is_slower(started: Engine) -> None:
     state = scheduler(started)
     ask(started, [5, 6])
     drain(started)
-    state.blend_own.pace._times = ComputeTime(10, 0, 1e-3, 0), SLOW[1]
+    state.blend_internal.calibration._times = ComputeTime(10, 0, 1e-3, 0), SLOW[1]
     _, told, _ = ask(started, [5, 6])
     assert told["reused_tokens"] == 0
     assert told["why_not"].startswith("full prefill takes")
-    state.blend_own.pace._times = SLOW
+    state.blend_internal.calibration._times = SLOW
     assert ask(started, [5, 6])[1]["reused_tokens"] == 200
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(
     started: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler(started).blend_own.pace._times = SLOW
+    scheduler(started).blend_internal.calibration._times = SLOW
     monkeypatch.setattr(waiting, "LOCATE_S", 0.3)
     stock = DiskTier.contains
     ask(started, [8])
@@ -186,7 +186,7 @@ def test_chunks_on_a_slow_tier_are_computed(
     with server(tiny, tmp_path) as engine:
         drain(engine)
         state = scheduler(engine)
-        state.blend_own.pace._times = SLOW  # 300 tokens: 0.3 s
+        state.blend_internal.calibration._times = SLOW  # 300 tokens: 0.3 s
         ask(engine, [1, 2, 3])
         drain(engine)
         known, _, _ = ask(engine, [1, 2, 3])
@@ -233,20 +233,20 @@ def test_chunks_on_a_slow_tier_are_computed(
             forget(engine)
         assert told["reused_tokens"] == 300, "a tier that is fast again is used again"
         assert tiers.store.stats()["hits.disk"] > 0
-        assert state.blend_own.background.num_computed == 3  # each once
+        assert state.blend_internal.background.num_computed == 3  # each once
 
 
 def test_a_server_without_auto_is_not_measured_until_it_is_asked(tiny: Any, tmp_path: Path) -> None:
     with server(tiny, tmp_path, recomp_ratio=0.3) as engine:
         drain(engine)
         state = scheduler(engine)
-        assert not state.blend_own.pace.done
+        assert not state.blend_internal.calibration.done
         _, told, _ = ask(engine, [1, 2])
         assert told["decision"] is None
         drain(engine)
-        assert not state.blend_own.pace.done
+        assert not state.blend_internal.calibration.done
         assert ask(engine, [1, 2], recomp_ratio="auto")[1]["decision"]["tiers"] == ["host"] * 2
-        assert state.blend_own.pace.done
+        assert state.blend_internal.calibration.done
 
 
 def test_a_measurement_that_does_not_end_is_not_waited_for(

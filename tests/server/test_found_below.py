@@ -85,7 +85,7 @@ def test_the_first_requests_after_a_restart(
         part = engine.ids(40, 70) + engine.ids(100, 1)[30:90] + engine.ids(10, 71)
         _, told = ask(engine, part)
         assert (told["reused_tokens"], told["loaded_chunks"]) == (60, 1)
-        assert scheduler(engine).blend_own.background.num_computed == 0
+        assert scheduler(engine).blend_internal.background.num_computed == 0
         drain(engine)
 
 
@@ -132,7 +132,7 @@ def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:
         assert ask(engine, prompt)[1]["reused_tokens"] == 0
         drain(engine)
         assert ask(engine, prompt)[0] == known
-        assert state.blend_own.background.num_computed == 4
+        assert state.blend_internal.background.num_computed == 4
 
 
 def test_a_slow_disk_is_not_waited_for(

@@ -21,7 +21,7 @@ from vllm_blend.server.config import ServerSettings
 from vllm_blend.store.controller import ComputeTime, Controller, Decision, Located
 from vllm_blend.store.load_time import LoadTime
 
-KEY: ChunkKey = b"vllm_blend: pace"
+KEY: ChunkKey = b"vllm_blend: calibration"
 RATIOS = (None, 0.15, 0.5)
 """What each length is measured at; None: in full."""
 LONGEST_GPU, LONGEST_CPU = 8192, 1024
@@ -89,7 +89,7 @@ class Calibration:
         )
         layers = model.get_num_layers(vllm_config.parallel_config)
         repeat = 3 if on_gpu else 1
-        pace = cls(
+        calibration = cls(
             model.get_vocab_size(),
             layers,
             longest,
@@ -98,8 +98,8 @@ class Calibration:
             settings.quality_floor,
             make_request,
         )
-        pace.wanted = settings.paced
-        return pace
+        calibration.wanted = settings.paced
+        return calibration
 
     def __str__(self) -> str:
         """What was measured, in words."""
@@ -129,7 +129,7 @@ class Calibration:
         if not self.wanted or self.done or self._current:
             return []
         self._number += 1
-        self._current = f"vllm_blend-pace-{self._number}"
+        self._current = f"vllm_blend-calibration-{self._number}"
         self._clean, self._step_s = True, 0.0
         size, plan = len(self._token_ids), self._plan()
         if self._collected:

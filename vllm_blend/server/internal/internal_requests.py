@@ -13,7 +13,7 @@ from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.chunks.prefix_cache import name_blocks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
-from vllm_blend.server.internal.calibration import KEY as PACE_KEY
+from vllm_blend.server.internal.calibration import KEY as CALIBRATION_KEY
 from vllm_blend.server.internal.calibration import Calibration
 
 logger = logging.getLogger("vllm.vllm_blend.server")
@@ -31,7 +31,7 @@ class InternalRequests:
         on_measured: called once the engine is measured.
 
     Attributes:
-        pace: the measurement; None: without a store there is nothing to decide by it.
+        calibration: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
         contexts: what chunks are computed behind.
     """
@@ -53,9 +53,9 @@ class InternalRequests:
                 "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
                 "costs quality; head sets a text."
             )
-        self.pace: Calibration | None = None
+        self.calibration: Calibration | None = None
         if settings.store is not None:
-            self.pace = Calibration.of(vllm_config, settings, self._make)
+            self.calibration = Calibration.of(vllm_config, settings, self._make)
         self.background = BackgroundPrefill(
             chunks, longest, settings.background_share, self._make, self._scoring
         )
@@ -74,24 +74,24 @@ class InternalRequests:
 
     def measures(self, request_id: str) -> bool:
         """Whether it is a request of the measurement."""
-        return self.pace is not None and self.pace.is_mine(request_id)
+        return self.calibration is not None and self.calibration.is_mine(request_id)
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
         if self._measured():
             return self.background.start(idle=num_unfinished <= self.background.num_running)
-        assert self.pace is not None
-        return self.pace.start()
+        assert self.calibration is not None
+        return self.calibration.start()
 
     def finish(self, request_id: str, output: Any = None) -> None:
         """One of its requests has ended with vLLM's engine output; None: it was aborted."""
         if self.background.is_mine(request_id):
             self.background.finish(request_id, completed=output is not None)
-        elif self.pace is not None:
-            self.pace.finish(completed=output is not None)
-            if self.pace.done:
-                self._chunks.refuse(PACE_KEY)  # what it was measured with is not needed any more
-                logger.info("vllm_blend: %s", self.pace)
+        elif self.calibration is not None:
+            self.calibration.finish(completed=output is not None)
+            if self.calibration.done:
+                self._chunks.refuse(CALIBRATION_KEY)  # what it was measured with is not needed any more
+                logger.info("vllm_blend: %s", self.calibration)
                 self._on_measured()
 
     def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
@@ -102,7 +102,7 @@ class InternalRequests:
 
     def _measured(self) -> bool:
         """Whether the engine is measured, or need not be."""
-        return self.pace is None or self.pace.done or not self.pace.wanted
+        return self.calibration is None or self.calibration.done or not self.calibration.wanted
 
     def _make(self, request_id: str, token_ids: list[int], plan: Any) -> Any:
         from vllm import SamplingParams

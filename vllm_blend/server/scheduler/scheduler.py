@@ -74,7 +74,7 @@ class BlendScheduler:
             hasher = get_request_block_hasher(self._block_size, hash_fn)
             manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
             manager.blend_block_size = self._block_size
-        self.blend_own = InternalRequests(
+        self.blend_internal = InternalRequests(
             self.vllm_config,
             settings,
             self.blend_chunks,
@@ -82,17 +82,17 @@ class BlendScheduler:
             self._block_size,
             on_measured=self._calibrated,
         )
-        background = self.blend_own.background
+        background = self.blend_internal.background
         self.blend_fetches: Fetches | None = None
         if settings.store is not None:
-            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_own.contexts)
+            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_internal.contexts)
             if settings.auto:
                 self.blend_fetches.claim("")  # so that they are known to the first request
         self.blend_lookup = Lookup(
             self.blend_chunks,
             background,
             self.blend_fetches,
-            self.blend_own.contexts,
+            self.blend_internal.contexts,
             settings.min_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
@@ -122,8 +122,8 @@ class BlendScheduler:
             if self.blend_fetches is None:
                 self._plan(request, blend_request)
             else:
-                assert self.blend_own.pace is not None
-                self.blend_own.pace.wanted |= blend_request.paced
+                assert self.blend_internal.calibration is not None
+                self.blend_internal.calibration.wanted |= blend_request.paced
                 self.blend_fetches.waiting[request.request_id] = Waiting(
                     blend_request, time.monotonic()
                 )
@@ -132,7 +132,7 @@ class BlendScheduler:
 
     def _advance(self, fetches: Fetches, request: Any) -> Waiting:
         """Takes a waiting request as far as it gets now."""
-        waiting, calibration = fetches.waiting[request.request_id], self.blend_own.pace
+        waiting, calibration = fetches.waiting[request.request_id], self.blend_internal.calibration
         assert calibration is not None
         tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.blend_request)
         indexed = not waiting.blend_request.auto or fetches.claim(tenant)
@@ -207,11 +207,11 @@ class BlendScheduler:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
-        for request in self.blend_own.start(stock.get_num_unfinished_requests()):
+        for request in self.blend_internal.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
         self._rows_left = self._step_rows
         output = stock.schedule(*args, **kwargs)
-        self.blend_own.background.stalled = not output.num_scheduled_tokens
+        self.blend_internal.background.stalled = not output.num_scheduled_tokens
         commands = WorkerCommands(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
             commands = self.blend_fetches.take_commands(commands.drop)
@@ -230,7 +230,7 @@ class BlendScheduler:
         """
         stock: Any = super()
         left = request.num_tokens - num_computed
-        background = self.blend_own.background
+        background = self.blend_internal.background
         if background.is_mine(request.request_id) and self._cuts:
             running = request.status == RequestStatus.RUNNING
             num_new = background.room(request.request_id, left, num_new, running)
@@ -270,11 +270,11 @@ class BlendScheduler:
 
     def _calibrated(self) -> None:
         """The engine's times are known."""
-        fetches, pace = self.blend_fetches, self.blend_own.pace
-        if fetches is None or pace is None:
+        fetches, calibration = self.blend_fetches, self.blend_internal.calibration
+        if fetches is None or calibration is None:
             return
-        if pace.done:
-            fetches.computed(*pace.longest)
+        if calibration.done:
+            fetches.computed(*calibration.longest)
         for request_id in fetches.waiting:
             self._advance(fetches, self.requests[request_id])
 
@@ -282,7 +282,7 @@ class BlendScheduler:
         stock: Any = super()
         if stock.has_requests():
             return True
-        waiting = self.blend_own.num_waiting > 0 or bool(self.blend_fetches)
+        waiting = self.blend_internal.num_waiting > 0 or bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,8 +290,8 @@ class BlendScheduler:
         finished = stock.finish_requests(*args, **kwargs)
         for request in finished:
             self._forget(request.request_id)
-            if self.blend_own.is_mine(request.request_id):
-                self.blend_own.finish(request.request_id)
+            if self.blend_internal.is_mine(request.request_id):
+                self.blend_internal.finish(request.request_id)
         return finished
 
     def _forget(self, request_id: str) -> None:
@@ -307,14 +307,14 @@ class BlendScheduler:
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         stock: Any = super()
         scheduled = scheduler_output.num_scheduled_tokens
-        own, started = self.blend_own, getattr(scheduler_output, STARTED, None)
-        own.background.earn(sum(n for name, n in scheduled.items() if not own.is_mine(name)))
+        internal, started = self.blend_internal, getattr(scheduler_output, STARTED, None)
+        internal.background.earn(sum(n for name, n in scheduled.items() if not internal.is_mine(name)))
         seconds = time.monotonic() - started if started else 0.0
-        if scheduled and all(map(own.background.is_mine, scheduled)):
-            own.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
-        if self.blend_fetches is not None and own.pace is not None and started:
-            own.pace.step_took(scheduled, seconds)
-            if not self._plans.keys() & scheduled.keys() and not any(map(own.measures, scheduled)):
+        if scheduled and all(map(internal.background.is_mine, scheduled)):
+            internal.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
+        if self.blend_fetches is not None and internal.calibration is not None and started:
+            internal.calibration.step_took(scheduled, seconds)
+            if not self._plans.keys() & scheduled.keys() and not any(map(internal.measures, scheduled)):
                 self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
         self._learn_of(WorkerEvents.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
@@ -373,9 +373,9 @@ class BlendScheduler:
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""
         request_id, ended = output.request_id, output.finish_reason is not None
-        if self.blend_own.is_mine(request_id):
+        if self.blend_internal.is_mine(request_id):
             if ended:
-                self.blend_own.finish(request_id, output)
+                self.blend_internal.finish(request_id, output)
             return True
         self.blend_reports.attach(output)
         if ended:
@@ -385,8 +385,8 @@ class BlendScheduler:
     def _sizes(self) -> dict[str, Any]:
         host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
         return sizes(*host, self._store_stats) | {
-            "computed_chunks": self.blend_own.background.num_computed,
-            "waiting_chunks": len(self.blend_own.background),
+            "computed_chunks": self.blend_internal.background.num_computed,
+            "waiting_chunks": len(self.blend_internal.background),
             "evicted_chunks": self.blend_chunks.num_evicted,
         }
 

@@ -139,7 +139,7 @@ class Fetches:
             self._loads[tier] = LoadTime(latency_s, 1 / byte_s if byte_s > 0 else float("inf"))
 
     def decide(
-        self, request: Waiting, marked: Sequence[ChunkIds], num_tokens: int, pace: Calibration
+        self, request: Waiting, marked: Sequence[ChunkIds], num_tokens: int, calibration: Calibration
     ) -> None:
         """Decides which marked chunks a request waits for, by where they are; it then waits.
 
@@ -161,7 +161,7 @@ class Fetches:
             else:
                 chunks.append(Located(size, num_bytes, tier if num_bytes else None))
         other = num_tokens - sum(chunk.num_tokens for chunk in chunks)
-        decision = pace.decide(chunks, self._loads, other)
+        decision = calibration.decide(chunks, self._loads, other)
         request.decision, request.tiers = decision, tuple(tiers)
         of_key = zip(keys, marked, decision.load, strict=True)
         self.wait(request, [c for key, c, load in of_key if load and key in request.looked_for])
