@@ -151,3 +151,59 @@ def test_scores_are_shares_of_each_layers_mean_square() -> None:
             for i in range(5):
                 expected[i] += float((x[i] - y[i]).square().sum()) / mean
     assert torch.allclose(movement(one, other), torch.tensor(expected), rtol=1e-5)
+
+
+def test_chunks_that_only_aborted_requests_asked_for_are_not_computed(
+    background: BackgroundPrefill,
+) -> None:
+    background.add(CHUNK, "one")
+    background.add(CHUNK, "two")
+    background.add(FIRST, "one")
+    assert background.askers.left("one") == [chunk_key(FIRST)]
+    background.remove(chunk_key(FIRST))
+    assert background.num_waiting == 1
+    background.askers.answered("two")
+    background.add(CHUNK, "three")
+    assert background.askers.left("three") == []  # the next request may want what "two" missed
+    assert start(background).plan.chunk == CHUNK
+    assert len(background.askers) == 0
+
+
+def test_tenants_take_turns(background: BackgroundPrefill) -> None:
+    for tenant in "aab":
+        number = background.num_waiting
+        background.add(ChunkIds(tenant, tuple(range(100 * number, 100 * number + 20)), HEAD))
+    order = []
+    while background.num_waiting:
+        request = start(background)
+        order.append(request.plan.chunk.tenant)
+        background.finish(request.request_id, completed=True)
+    assert order == ["a", "b", "a"]
+
+
+def test_a_step_s_work_does_not_grow_with_the_backlog(known: ChunkRegistry) -> None:
+    """Neither counting what was earned nor choosing the next chunk looks at all that wait."""
+    looked: list[ChunkIds] = []
+
+    def scoring(chunk: ChunkIds) -> None:
+        looked.append(chunk)
+
+    background = BackgroundPrefill(
+        ChunkRegistry(10**6),
+        500,
+        0.5,
+        lambda name, ids, plan: SimpleNamespace(request_id=name),
+        scoring,
+    )
+    for number in range(1000):
+        background.add(ChunkIds("", tuple(range(number, number + 20)), HEAD))
+    for _ in range(5):
+        background.earn(100)
+        (request,) = background.start(idle=True)
+        background.finish(request.request_id, completed=True)
+    assert len(looked) == 5
+
+
+def test_dropped_chunks_are_counted(background: BackgroundPrefill) -> None:
+    background.add(ChunkIds("", tuple(range(600)), HEAD), "one")
+    assert (background.num_dropped, background.num_waiting, len(background.askers)) == (1, 0, 0)

@@ -55,7 +55,7 @@ def forget(engine: Engine) -> None:
     assert tiers.store.flush()
     names = list(tiers._names.values())
     for key in list(state.blend_chunks._chunks):
-        state.blend_chunks._drop(key)
+        state.blend_chunks.evict(key)
     state.reset_prefix_cache()
     outputs(engine, [engine.ids(20, 7)], [None])  # a step takes the orders along
     for name in names:

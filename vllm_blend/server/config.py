@@ -36,7 +36,7 @@ class ServerSettings:
             corpus, as they would stand in a prompt: all chunks but a prompt's first are computed behind
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
-        min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
+        min_chunk_tokens: shorter chunks are computed afresh, also those that a request names.
         ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers later, and are found there again.

@@ -46,7 +46,7 @@ class Metrics:
             "source",
         )
         self.recomputed = counter("recomputed_tokens", "Reused tokens whose KV was recomputed.")
-        self.chunks = counter("chunks", "Chunks in those requests: hit or miss.", "result")
+        self.chunks = counter("chunks", "Chunks in those requests: hit, miss or short.", "result")
         self.lost = counter(
             "lost_chunks", "Missed chunks whose KV should have been in memory, by reason.", "reason"
         )
@@ -75,7 +75,11 @@ class Metrics:
                 "computed_chunks", "Chunks computed in the background since the start."
             ),
             "waiting_chunks": gauge(
-                "waiting_chunks", "Chunks to be computed, or scored, in the background."
+                "waiting_chunks", "Chunks to be fetched, computed, or scored in the background."
+            ),
+            "dropped_chunks": gauge(
+                "dropped_chunks",
+                "Missed chunks that were not computed since the start: too many waited, or too long.",
             ),
             "evicted_chunks": gauge("evicted_chunks", "Chunks dropped for others since the start."),
         }
@@ -89,6 +93,7 @@ class Metrics:
         self.recomputed.labels(*labels).inc(report["recomputed_tokens"])
         self.chunks.labels(*labels, "hit").inc(report["chunks"])
         self.chunks.labels(*labels, "miss").inc(report["missed_chunks"])
+        self.chunks.labels(*labels, "short").inc(report["short_chunks"])
         for reason in LOST:
             self.lost.labels(*labels, reason).inc(report["lost_chunks"].get(reason, 0))
         for stage, histogram in self.seconds.items():

@@ -43,6 +43,7 @@ class Reports:
         plan: KeyedPlan | None,
         *,
         missed: int,
+        short: int,
         why_not: str,
         lookup_seconds: float,
         asked: bool,
@@ -51,11 +52,14 @@ class Reports:
         """A request was planned; ``asked``: its client wants to know.
 
         Args:
+            missed: chunks that are not in memory.
+            short: chunks that are too short to be reused.
             decided: what the controller decided, and why (``Waiting.told``).
         """
         report = {
             "prompt_tokens": num_prompt_tokens,
             "missed_chunks": missed,
+            "short_chunks": short,
             "lost_chunks": {},
             "loaded_chunks": 0,
             "lookup_seconds": lookup_seconds,

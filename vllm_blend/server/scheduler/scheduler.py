@@ -125,7 +125,7 @@ class BlendScheduler:
                 assert self.blend_internal.calibration is not None
                 self.blend_internal.calibration.wanted |= blend_request.paced
                 self.blend_fetches.waiting[request.request_id] = Waiting(
-                    blend_request, time.monotonic()
+                    blend_request, time.monotonic(), request.request_id
                 )
                 self._advance(self.blend_fetches, request)
         stock.add_request(request)
@@ -134,12 +134,14 @@ class BlendScheduler:
         """Takes a waiting request as far as it gets now."""
         waiting, calibration = fetches.waiting[request.request_id], self.blend_internal.calibration
         assert calibration is not None
-        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.blend_request)
+        tenant = _tenant(request, waiting.blend_request)
         indexed = not waiting.blend_request.auto or fetches.claim(tenant)
         state = waiting.advance(time.monotonic(), calibration.done, indexed)
         if state not in (State.ASK, State.DECIDE):
             return waiting
-        marked = self.blend_lookup.marked(tenant, tokens, waiting.blend_request)
+        tokens = tuple(request.prompt_token_ids)
+        named = self.blend_lookup.marked(tenant, tokens, waiting.blend_request)
+        marked = [chunk for _, chunk in named]
         if state is State.DECIDE:
             fetches.decide(waiting, marked, len(tokens), calibration)
         else:
@@ -149,7 +151,7 @@ class BlendScheduler:
                 found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
             if waiting.paced:
                 for chunk in found:
-                    fetches.ask(chunk)
+                    fetches.ask(chunk, request.request_id)
                 fetches.locate(waiting, missing)
             else:
                 fetches.wait(waiting, missing + found)
@@ -173,8 +175,13 @@ class BlendScheduler:
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
         tenant = _tenant(request, blend_request)
-        spans, missed = self.blend_lookup(tenant, tokens, blend_request)
-        why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        found = self.blend_lookup(tenant, tokens, blend_request, request.request_id)
+        spans, why = found.spans, ""
+        if not spans:
+            why = "no chunk is known yet" if found.missed else "no chunk in the prompt"
+            if found.short and not found.missed:
+                least = self.blend_settings.min_chunk_tokens
+                why = f"its chunks have fewer than {least} tokens (min_chunk_tokens)"
         settings, decision = blend_request.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
@@ -193,7 +200,8 @@ class BlendScheduler:
             request.request_id,
             len(tokens),
             plan,
-            missed=missed,
+            missed=found.missed,
+            short=found.short,
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
             asked=blend_request.report,
@@ -248,7 +256,9 @@ class BlendScheduler:
     def _num_rows(self, request_id: str, start: int, count: int) -> int:
         """How many of ``count`` tokens from ``start`` on a step computes, about."""
         plan = self._plans.get(request_id)
-        if plan is None or not plan.settings.early:  # others compute all rows of the first layers
+        if plan is None or start >= plan.spans[-1].end:
+            return count
+        if not plan.settings.early:  # all rows of the first layers are computed
             return count
         ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
         reused = sum(max(0, end - begin) for begin, end in ends)
@@ -289,12 +299,21 @@ class BlendScheduler:
         stock: Any = super()
         finished = stock.finish_requests(*args, **kwargs)
         for request in finished:
-            self._forget(request.request_id)
+            # vLLM ends a request so, too, when a stop string ends its answer
+            self._forget(request.request_id, answered=request.num_output_tokens > 0)
             if self.blend_internal.is_mine(request.request_id):
                 self.blend_internal.finish(request.request_id)
         return finished
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, answered: bool) -> None:
+        background = self.blend_internal.background
+        if answered:
+            background.askers.answered(request_id)
+        else:
+            for key in background.askers.left(request_id):
+                background.remove(key)
+                if self.blend_fetches is not None:
+                    self.blend_fetches.remove(key)
         self.blend_reports.forget(request_id)
         if self.blend_fetches is not None:
             self.blend_fetches.waiting.pop(request_id, None)
@@ -379,14 +398,15 @@ class BlendScheduler:
             return True
         self.blend_reports.attach(output)
         if ended:
-            self._forget(request_id)
+            self._forget(request_id, answered=True)
         return False
 
     def _sizes(self) -> dict[str, Any]:
         host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
         return sizes(*host, self._store_stats) | {
             "computed_chunks": self.blend_internal.background.num_computed,
-            "waiting_chunks": len(self.blend_internal.background),
+            "waiting_chunks": len(self.blend_internal.background) + len(self.blend_fetches or ()),
+            "dropped_chunks": self.blend_internal.background.num_dropped,
             "evicted_chunks": self.blend_chunks.num_evicted,
         }
 
