@@ -18,6 +18,9 @@ vLLM is patched through its registries where it has them. What is left is here:
     Goes when plugins may amend an engine's configuration.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
+``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
+    no request waits for.
+    Goes when vLLM tells its scheduler of a shutdown.
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
     model's process can tell each other what they must know (``server/messages.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
@@ -54,10 +57,12 @@ logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its han
 
 
 def install_front_hooks() -> None:
-    """In every process: the admission of requests, marked chunks, what was reused, a backend's name."""
+    """In every process: the admission of requests, marked chunks, what was reused, an engine's end, a
+    backend's name."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -65,6 +70,7 @@ def install_front_hooks() -> None:
     _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
+    _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
     # not by register(), which warns of every replacement
     RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.frontend.renderer", "BlendRenderer")
     cuda.register_xformers()
@@ -186,6 +192,14 @@ def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, *
     """Takes the engine's figures from the outputs, but where the client asked for them."""
     count_reports(outputs)
     return stock(processor, outputs, *args, **kwargs)
+
+
+def _stop_background(stock: Any, core: Any) -> Any:
+    """Once the engine is to end, its scheduler computes no chunks that no request waits for."""
+    stop = getattr(core.scheduler, "stop_background", None)
+    if stop is not None and not core.is_running():
+        stop()
+    return stock(core)
 
 
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

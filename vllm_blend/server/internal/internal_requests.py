@@ -34,6 +34,7 @@ class InternalRequests:
         calibration: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
         contexts: what chunks are computed behind.
+        stopped: the engine is shutting down: nothing is begun but what a client's request waits for.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class InternalRequests:
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
+        self.stopped = False
         self.contexts = chunk_contexts(vllm_config, settings.system, settings.head, settings.stand_in)
         if not self.contexts.first:
             logger.warning(
@@ -67,7 +69,7 @@ class InternalRequests:
     @property
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
-        return (not self._measured()) + self.background.num_waiting
+        return 0 if self.stopped else (not self._measured()) + self.background.num_waiting
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
@@ -78,6 +80,8 @@ class InternalRequests:
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
+        if self.stopped and (self._measured() or not num_unfinished):
+            return []
         if self._measured():
             return self.background.start(idle=num_unfinished <= self.background.num_running)
         assert self.calibration is not None

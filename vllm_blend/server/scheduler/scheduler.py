@@ -288,10 +288,23 @@ class BlendScheduler:
         for request_id in fetches.waiting:
             self._advance(fetches, self.requests[request_id])
 
+    def stop_background(self) -> None:
+        """The engine is shutting down: what no client's request waits for is not computed any more."""
+        if self.blend_internal.stopped:
+            return
+        self.blend_internal.stopped = True
+        background = self.blend_internal.background
+        logger.info("vllm_blend: %d chunks are not computed, for the shutdown.", len(background))
+        background.clear()
+        self.finish_requests(
+            [name for name in self.requests if background.is_mine(name)],
+            RequestStatus.FINISHED_ABORTED,
+        )
+
     def has_requests(self) -> bool:
         stock: Any = super()
-        if stock.has_requests():
-            return True
+        if stock.has_requests() or self.blend_internal.stopped:
+            return bool(stock.has_requests())
         waiting = self.blend_internal.num_waiting > 0 or bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
