@@ -98,7 +98,7 @@ def warm(client: openai.OpenAI, texts: list[str], question: str) -> dict[str, An
     """Asks until all chunks are known and scored; the last answer's report."""
     for _ in range(60):
         report: dict[str, Any] = reported(chat(client, texts, question, **xargs({"report": True})))
-        if not (report["missed_chunks"] or report["why_not"] or report["waiting_chunks"]):
+        if not (report["missed_chunks"] or report["waiting_chunks"]):
             return report
         time.sleep(0.5)
     raise AssertionError(report)

@@ -18,7 +18,7 @@ from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.stage_clock import StageClock
-from vllm_blend.core.step import BlendStep
+from vllm_blend.core.step import Blended, BlendStep
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.collect import collect
@@ -55,6 +55,7 @@ class Blending:
         loop: the layer loop, where this model has one.
         graphs: steps on rows as CUDA graphs, where the engine uses them.
         clocks: of the steps since they were last asked for.
+        blended: what these did, likewise.
         in_flight: stored KV that the GPU may still be reading.
         shift: added to the positions of every row; only a probe does that.
         watch: gets the hidden states of every step; likewise.
@@ -76,6 +77,7 @@ class Blending:
         self.loop: LayerLoop | None = None
         self.graphs: RunsRows | None = None
         self.clocks: list[StageClock] = []
+        self.blended: list[Blended] = []
         self.in_flight = InFlight()
         self.shift = 0
         self.watch: Callable[[torch.Tensor], None] | None = None
@@ -148,6 +150,10 @@ class Blending:
             self._frame = None
             frame.let_go()
         self.clocks.append(frame.clock)
+        self.blended += [
+            Blended(r.request_id, r.position, r.num_chunk_rows, len(frame.kept.get(r, ())))
+            for r in step.blended
+        ]
         return output
 
     def _ask(self, frame: ActiveRows, inputs: rows.Inputs) -> None:
@@ -210,6 +216,11 @@ class Blending:
             self.chunks.keep(step)
         except Exception as error:
             self.guard.caught(error)  # a chunk that is not kept is missed
+
+    def take_blended(self) -> list[Blended]:
+        """What was done since this was last called."""
+        blended, self.blended = self.blended, []
+        return blended
 
     def take_clocks(self) -> list[StageClock]:
         """Those of the steps since this was last called; lets go of stored KV that is read."""

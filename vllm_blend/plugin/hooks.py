@@ -232,14 +232,15 @@ def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _events(blending: Blending) -> Callable[[], WorkerEvents] | None:
     """What the scheduler is to know of a step, to be called once the step has ended."""
-    clocks, prefilled = blending.take_clocks(), blending.guard.take_prefilled()
+    clocks, blended = blending.take_clocks(), blending.take_blended()
+    prefilled = blending.guard.take_prefilled()
     collected: WorkerEvents | None = blending.chunks.collect_events()
-    if collected is None and not clocks and not prefilled:
+    if collected is None and not clocks and not blended and not prefilled:
         return None
 
     def events() -> WorkerEvents:
         found = collected or WorkerEvents()
-        found.prefilled = prefilled
+        found.blended, found.prefilled = blended, prefilled
         for clock in clocks:
             found.seconds |= clock.seconds()
         return found

@@ -42,11 +42,13 @@ class Metrics:
         )
         self.tokens = counter(
             "prompt_tokens",
-            "Prompt tokens of those requests: reused (recomputed ones included), or fresh.",
+            "Prompt tokens of those requests: reused (recomputed ones included), cached, or fresh.",
             "source",
         )
         self.recomputed = counter("recomputed_tokens", "Reused tokens whose KV was recomputed.")
-        self.chunks = counter("chunks", "Chunks in those requests: hit, miss or short.", "result")
+        self.chunks = counter(
+            "chunks", "Chunks in those requests: hit, cached, miss or short.", "result"
+        )
         self.lost = counter(
             "lost_chunks", "Missed chunks whose KV should have been in memory, by reason.", "reason"
         )
@@ -87,11 +89,15 @@ class Metrics:
     def count(self, report: dict[str, Any], labels: Sequence[str]) -> None:
         """Counts one request's report (``scheduler.py``)."""
         reused = report["reused_tokens"]
-        self.requests.labels(*labels, "blended" if reused else "full_prefill").inc()
+        result = "blended" if reused else "cached" if report["cached_chunks"] else "full_prefill"
+        self.requests.labels(*labels, result).inc()
         self.tokens.labels(*labels, "reused").inc(reused)
-        self.tokens.labels(*labels, "fresh").inc(report["prompt_tokens"] - reused)
+        cached = report["cached_tokens"]
+        self.tokens.labels(*labels, "cached").inc(cached)
+        self.tokens.labels(*labels, "fresh").inc(max(0, report["prompt_tokens"] - reused - cached))
         self.recomputed.labels(*labels).inc(report["recomputed_tokens"])
         self.chunks.labels(*labels, "hit").inc(report["chunks"])
+        self.chunks.labels(*labels, "cached").inc(report["cached_chunks"])
         self.chunks.labels(*labels, "miss").inc(report["missed_chunks"])
         self.chunks.labels(*labels, "short").inc(report["short_chunks"])
         for reason in LOST:

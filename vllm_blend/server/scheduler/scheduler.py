@@ -358,6 +358,8 @@ class BlendScheduler:
         """Notes what the model's process tells."""
         for request_id, stages in events.seconds.items():
             self.blend_reports.took(request_id, stages)
+        for blended in events.blended:
+            self.blend_reports.blended(blended)
         for request_id in events.prefilled:
             self.blend_reports.fail(request_id)
         for lost in events.lost:
