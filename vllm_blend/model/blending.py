@@ -48,6 +48,8 @@ class Blending:
         inner: vLLM's inner model, where the paper's flags are (``plugin/attach.py``).
         attns: vLLM's ``Attention`` of each layer.
         owners: the module that holds each of them (``self_attn``), or None.
+        weights, first_weights: digest of a server's parameters, as they were last seen, and at the
+            engine's start.
         kv_shape: what stored KV must look like here.
         unsupported: why this engine cannot blend, or None.
         step: of the forward that runs, if it blends or collects, else None.
@@ -72,6 +74,7 @@ class Blending:
         self.attns: Sequence[Any] = ()
         self.owners: Sequence[Any] = ()
         self.unsupported: str | None = None
+        self.weights = self.first_weights = ""
         self.step: BlendStep | None = None
         self.chunks: Any = None
         self.loop: LayerLoop | None = None

@@ -21,6 +21,9 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
     no request waits for.
     Goes when vLLM tells its scheduler of a shutdown.
+``EngineCore.collective_rpc``, ``EngineCore.wake_up``, ``EngineCore.reset_prefix_cache``   wrapped: the
+    model's weights may be others afterwards (``weights.py``).
+    Goes when vLLM tells of new weights, however they came.
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
     model's process can tell each other what they must know (``server/messages.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
@@ -62,7 +65,7 @@ def install_front_hooks() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.renderers.registry import RENDERER_REGISTRY
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -71,6 +74,8 @@ def install_front_hooks() -> None:
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
     _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
+    for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
+        _wrap(EngineCore, name, _then_check_weights)
     # not by register(), which warns of every replacement
     RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.frontend.renderer", "BlendRenderer")
     cuda.register_xformers()
@@ -121,6 +126,7 @@ def _blendable(stock: Any, registry: Any, *args: Any, **kwargs: Any) -> Any:
 def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Probes the model once the engine is about to serve."""
     from vllm_blend.model.probe import probe
+    from vllm_blend.plugin.weights import note_weights
 
     result = stock(worker, *args, **kwargs)
     blending = model_of(worker.vllm_config)
@@ -128,6 +134,8 @@ def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
         blending.unsupported = probe(worker, blending)
         if blending.unsupported is not None:
             report_unsupported(worker.vllm_config, blending.unsupported)
+    if blending is not None and ServerSettings.of(worker.vllm_config) is not None:
+        note_weights(worker)
     return result
 
 
@@ -176,6 +184,8 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
     params = request.sampling_params
     if blending is None or blending.unsupported is not None:
         raise ValueError(blending.unsupported if blending else "this engine's model cannot blend")
+    if request.resumable:
+        raise ValueError("a prompt that is streamed cannot be blended; send it whole")
     check_can_blend(request)
     plan.check(request.prompt_token_ids, blending.kv_shape)
     if isinstance(plan, BlendPlan) and blending.loop is None:
@@ -200,6 +210,15 @@ def _stop_background(stock: Any, core: Any) -> Any:
     if stop is not None and not core.is_running():
         stop()
     return stock(core)
+
+
+def _then_check_weights(stock: Any, core: Any, *args: Any, **kwargs: Any) -> Any:
+    """After a call that may have replaced the model's weights."""
+    from vllm_blend.plugin.weights import check_weights
+
+    result = stock(core, *args, **kwargs)
+    check_weights(core)
+    return result
 
 
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -161,6 +161,11 @@ class ChunkRegistry:
         self._remove(key)
         self.num_evicted += 1
 
+    def clear(self) -> None:
+        """The chunks' KV is of no use any more, wherever it lies."""
+        for key in list(self._chunks):
+            self._remove(key)
+
     def commit(self, key: ChunkKey) -> None:
         """The model's process has the chunk now."""
         chunk = self._coming.pop(key)

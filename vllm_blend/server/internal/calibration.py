@@ -165,6 +165,10 @@ class Calibration:
                 ComputeTime.fit(self._samples["full"]),
             )
 
+    def forget_kv(self) -> None:
+        """The KV that it measures with is gone: it is computed again, if it is needed."""
+        self._collected = False
+
     def decide(
         self, chunks: Sequence[Located], loads: Mapping[str, LoadTime], num_other_tokens: int
     ) -> Decision:

@@ -106,10 +106,10 @@ class Reports:
             earlier = self._blended.get(done.request_id, [])
             self._blended[done.request_id] = [w for w in earlier if w.position < done.position] + [done]
 
-    def fail(self, request_id: str) -> None:
-        """A request did not blend as it was planned: that failed, and it was computed in full."""
+    def fail(self, request_id: str, why: str = FAILED) -> None:
+        """A request did not blend as it was planned, and was computed in full."""
         if request_id in self._reports:
-            self._reports[request_id]["why_not"] = FAILED
+            self._reports[request_id]["why_not"] = why
 
     def took(self, request_id: str, stages: dict[str, float]) -> None:
         """A step spent time on a request, by stage."""

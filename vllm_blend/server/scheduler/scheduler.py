@@ -35,6 +35,7 @@ from vllm_blend.server.messages import COMMANDS, Lost, WorkerCommands, WorkerEve
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.request_reports import Reports, sizes
+from vllm_blend.server.scheduler.step_room import StepRoom
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 from vllm_blend.server.scheduler.waiting import State, Waiting
 
@@ -43,8 +44,11 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
 
+STREAMED = "its prompt is streamed, so that its later parts have no places of their own"
+REPLACED = "the model's weights were replaced meanwhile"
 
-class BlendScheduler:
+
+class BlendScheduler(StepRoom):
     """Mixin for vLLM's schedulers."""
 
     # of vLLM's scheduler
@@ -52,9 +56,6 @@ class BlendScheduler:
     vllm_config: Any
     log_stats: bool
     requests: dict[str, Any]
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock: Any = super()
@@ -96,6 +97,7 @@ class BlendScheduler:
             settings.min_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
+        self._num_weights = 0  # that took the place of others
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
         self._rows_left = self._step_rows
         self._store_stats: dict[str, int] = {}
@@ -119,7 +121,9 @@ class BlendScheduler:
         wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(wire, dict):
             blend_request = BlendRequest.from_wire(wire)
-            if self.blend_fetches is None:
+            if request.resumable or request.request_id in self.requests:
+                self._refuse(request, blend_request, STREAMED)
+            elif self.blend_fetches is None:
                 self._plan(request, blend_request)
             else:
                 assert self.blend_internal.calibration is not None
@@ -129,6 +133,21 @@ class BlendScheduler:
                 )
                 self._advance(self.blend_fetches, request)
         stock.add_request(request)
+
+    def _refuse(self, request: Any, blend_request: BlendRequest, why: str) -> None:
+        """Lets a request be prefilled in full, as by vLLM alone."""
+        params = request.sampling_params
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        self.blend_reports.add(
+            request.request_id,
+            len(request.prompt_token_ids),
+            None,
+            missed=0,
+            short=0,
+            why_not=why,
+            lookup_seconds=0.0,
+            asked=blend_request.report,
+        )
 
     def _advance(self, fetches: Fetches, request: Any) -> Waiting:
         """Takes a waiting request as far as it gets now."""
@@ -195,7 +214,7 @@ class BlendScheduler:
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
             self.blend_chunks.pin(span.key for span in spans)
             if self._caching:
-                name_blocks(request, plan, tenant, self._block_size)
+                name_blocks(request, plan, f"{self._num_weights} {tenant}", self._block_size)
         self.blend_reports.add(
             request.request_id,
             len(tokens),
@@ -228,56 +247,6 @@ class BlendScheduler:
         setattr(output, STARTED, time.monotonic())
         return output
 
-    def _reserve_prefill_lookahead(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
-
-        A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
-        chosen among those of one step, and must not depend on what else the step holds. A missed
-        chunk takes no more than clients' requests may wait for. A step computes ``step_rows`` at
-        most, but for a blended prompt that has it to itself.
-        """
-        stock: Any = super()
-        left = request.num_tokens - num_computed
-        background = self.blend_internal.background
-        if background.is_mine(request.request_id) and self._cuts:
-            running = request.status == RequestStatus.RUNNING
-            num_new = background.room(request.request_id, left, num_new, running)
-        if request.request_id in self._plans and left > 1 and (window := self._window()):
-            num_new = min(left, window) if num_new >= min(left, window) else 0
-        rows = self._num_rows(request.request_id, num_computed, num_new)
-        if rows > self._rows_left:
-            if rows == num_new:
-                num_new = rows = self._rows_left
-            elif self._rows_left < self._step_rows:
-                return 0
-        self._rows_left = max(0, self._rows_left - rows)
-        return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
-
-    def _num_rows(self, request_id: str, start: int, count: int) -> int:
-        """How many of ``count`` tokens from ``start`` on a step computes, about."""
-        plan = self._plans.get(request_id)
-        if plan is None or start >= plan.spans[-1].end:
-            return count
-        if not plan.settings.early:  # all rows of the first layers are computed
-            return count
-        ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
-        reused = sum(max(0, end - begin) for begin, end in ends)
-        return count - int((1 - plan.settings.last_ratio) * reused)
-
-    @property
-    def _cuts(self) -> bool:
-        """Whether prefills may be cut."""
-        return bool(self.vllm_config.scheduler_config.enable_chunked_prefill)
-
-    def _window(self) -> int:
-        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts freely."""
-        config = self.vllm_config.scheduler_config
-        decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
-        window = self.max_num_scheduled_tokens - decodes
-        if window < decodes or not self._cuts:
-            return 0
-        return min(window, config.long_prefill_token_threshold or window)
-
     def _calibrated(self) -> None:
         """The engine's times are known."""
         fetches, calibration = self.blend_fetches, self.blend_internal.calibration
@@ -300,6 +269,25 @@ class BlendScheduler:
             [name for name in self.requests if background.is_mine(name)],
             RequestStatus.FINISHED_ABORTED,
         )
+
+    def weights_replaced(self) -> None:
+        """The model has other weights than before: no KV of the old ones is reused.
+
+        The model's process has forgotten it already (``plugin/weights.py``).
+        """
+        self._num_weights += 1
+        internal = self.blend_internal
+        self.finish_requests(
+            [name for name in self.requests if internal.is_mine(name)], RequestStatus.FINISHED_ABORTED
+        )
+        if internal.calibration is not None:
+            internal.calibration.forget_kv()
+        for request_id in list(self._plans):
+            self._give_up(self.requests[request_id], 0, None)
+            self.blend_reports.fail(request_id, REPLACED)
+        self.blend_chunks.clear()
+        if self.blend_fetches is not None:
+            self.blend_fetches.renew()
 
     def has_requests(self) -> bool:
         stock: Any = super()
@@ -393,16 +381,22 @@ class BlendScheduler:
         spans = [s for s in plan.spans if s.key == lost.key and s.end > lost.computed]
         if not spans:  # it has their tokens from the prefix cache
             return
-        self.blend_chunks.unpin(span.key for span in spans)
         left = tuple(span for span in plan.spans if span not in spans)
-        del self._plans[lost.request_id], request.sampling_params.extra_args[EXTRA_ARG]
         new = replace(plan, spans=left) if left else None
-        if new is not None:
-            self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
-        if self._caching:
-            start = max(lost.computed, plan.spans[0].start)
-            disown_blocks(request, start, self.kv_cache_manager)
+        self._give_up(request, lost.computed, new)
         self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
+
+    def _give_up(self, request: Any, computed: int, new: KeyedPlan | None) -> None:
+        """Gives a request another plan, or none; its blocks behind ``computed`` tokens are its own."""
+        plan = self._plans.pop(request.request_id)
+        params = request.sampling_params
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        if new is not None:
+            self._plans[request.request_id] = params.extra_args[EXTRA_ARG] = new
+            self.blend_chunks.pin(span.key for span in new.spans)
+        self.blend_chunks.unpin(span.key for span in plan.spans)
+        if self._caching:
+            disown_blocks(request, max(computed, plan.spans[0].start), self.kv_cache_manager)
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""

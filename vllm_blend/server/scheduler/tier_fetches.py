@@ -101,6 +101,17 @@ class Fetches:
             self._askers.forget(key)
             self._ended(key)
 
+    def renew(self) -> None:
+        """The store has other chunks now: what was asked of it, or known, is forgotten."""
+        self.clear()
+        for key in [*self._pending, *self._waiters]:
+            self._askers.forget(key)
+            self._ended(key)
+        self._pending.clear()
+        self._below = SharedIndex(FOUND_TOKENS, FOUND_SHELVES)
+        self._claimed.clear()
+        self._to_claim = list(self._claiming)
+
     def locate(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait until it is known where chunks are."""
         request.locate({chunk_key(chunk): chunk for chunk in missing}, time.monotonic())
