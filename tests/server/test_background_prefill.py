@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import complete
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, CollectPlan
@@ -46,12 +47,12 @@ def test_a_computed_chunk_is_scored_behind_the_other_context(background: Backgro
     computed = start(background)
     assert not computed.plan.scored
     assert computed.ids == [*BEFORE, *CHUNK.token_ids]
-    background.finish(computed.request_id, completed=True)
+    complete(background, computed.request_id)
     assert background.num_waiting == 1
     scored = start(background)
     assert scored.plan.scored and scored.plan.key == computed.plan.key
     assert (scored.plan.start, scored.ids) == (len(HEAD), [*HEAD, *CHUNK.token_ids])
-    background.finish(scored.request_id, completed=True)
+    complete(background, scored.request_id)
     assert background.num_waiting == 0
     assert background.num_computed == 1
     assert background.start(idle=True) == []
@@ -59,20 +60,20 @@ def test_a_computed_chunk_is_scored_behind_the_other_context(background: Backgro
 
 def test_chunks_are_computed_before_others_are_scored(background: BackgroundPrefill) -> None:
     background.add(CHUNK)
-    background.finish(start(background).request_id, completed=True)
+    complete(background, start(background).request_id)
     background.add(FIRST)
     assert start(background).plan.chunk == FIRST
 
 
 def test_a_chunk_of_the_first_place_is_not_scored(background: BackgroundPrefill) -> None:
     background.add(FIRST)
-    background.finish(start(background).request_id, completed=True)
+    complete(background, start(background).request_id)
     assert background.num_waiting == 0
 
 
 def test_what_was_dropped_is_not_scored(background: BackgroundPrefill, known: ChunkRegistry) -> None:
     background.add(CHUNK)
-    background.finish(start(background).request_id, completed=True)
+    complete(background, start(background).request_id)
     known.lose(chunk_key(CHUNK))
     assert background.start(idle=True) == []
     assert background.num_waiting == 0
@@ -82,14 +83,14 @@ def test_an_aborted_score_loses_nothing_else(
     background: BackgroundPrefill, known: ChunkRegistry
 ) -> None:
     background.add(CHUNK)
-    background.finish(start(background).request_id, completed=True)
-    background.finish(start(background).request_id, completed=False)
+    complete(background, start(background).request_id)
+    background.finish(start(background).request_id)
     assert chunk_key(CHUNK) in known
 
 
 def test_a_busy_engine_pays_for_scores_too(background: BackgroundPrefill) -> None:
     background.add(CHUNK)
-    background.finish(start(background).request_id, completed=True)
+    complete(background, start(background).request_id)
     assert background.start(idle=False) == []
     cost = len(HEAD) + len(CHUNK.token_ids)
     background.earn(2 * cost)
@@ -174,3 +175,59 @@ def test_scores_are_shares_of_each_layers_mean_square() -> None:
             for i in range(5):
                 expected[i] += float((x[i] - y[i]).square().sum()) / mean
     assert torch.allclose(movement(one, other), torch.tensor(expected), rtol=1e-5)
+
+
+def test_chunks_that_only_aborted_requests_asked_for_are_not_computed(
+    background: BackgroundPrefill,
+) -> None:
+    background.add(CHUNK, "one")
+    background.add(CHUNK, "two")
+    background.add(FIRST, "one")
+    assert background.askers.left("one") == [chunk_key(FIRST)]
+    background.remove(chunk_key(FIRST))
+    assert background.num_waiting == 1
+    background.askers.answered("two")
+    background.add(CHUNK, "three")
+    assert background.askers.left("three") == []  # the next request may want what "two" missed
+    assert start(background).plan.chunk == CHUNK
+    assert len(background.askers) == 0
+
+
+def test_tenants_take_turns(background: BackgroundPrefill) -> None:
+    for tenant in "aab":
+        number = background.num_waiting
+        background.add(ChunkIds(tenant, tuple(range(100 * number, 100 * number + 20)), HEAD))
+    order = []
+    while background.num_waiting:
+        request = start(background)
+        order.append(request.plan.chunk.tenant)
+        complete(background, request.request_id)
+    assert order == ["a", "b", "a"]
+
+
+def test_a_step_s_work_does_not_grow_with_the_backlog(known: ChunkRegistry) -> None:
+    """Neither counting what was earned nor choosing the next chunk looks at all that wait."""
+    looked: list[ChunkIds] = []
+
+    def scoring(chunk: ChunkIds) -> None:
+        looked.append(chunk)
+
+    background = BackgroundPrefill(
+        ChunkRegistry(10**6),
+        500,
+        0.5,
+        lambda name, ids, plan: SimpleNamespace(request_id=name),
+        scoring,
+    )
+    for number in range(1000):
+        background.add(ChunkIds("", tuple(range(number, number + 20)), HEAD))
+    for _ in range(5):
+        background.earn(100)
+        (request,) = background.start(idle=True)
+        complete(background, request.request_id)
+    assert len(looked) == 5
+
+
+def test_dropped_chunks_are_counted(background: BackgroundPrefill) -> None:
+    background.add(ChunkIds("", tuple(range(600)), HEAD), "one")
+    assert (background.num_dropped, background.num_waiting, len(background.askers)) == (1, 0, 0)

@@ -55,7 +55,7 @@ def forget(engine: Engine) -> None:
     assert tiers.store.flush()
     names = list(tiers._names.values())
     for key in list(state.blend_chunks._chunks):
-        state.blend_chunks._drop(key)
+        state.blend_chunks.evict(key)
     state.reset_prefix_cache()
     outputs(engine, [engine.ids(20, 7)], [None])  # a step takes the orders along
     for name in names:
@@ -102,7 +102,7 @@ def ask(
 
 def test_the_engine_is_measured_once(started: Engine) -> None:
     state = scheduler(started)
-    pace = state.blend_own.pace
+    pace = state.blend_internal.calibration
     assert pace.done
     measured = pace.measurement
     assert measured.seconds.keys() == {(n, r) for n in measured.sizes for r in (None, *RATIOS)}
@@ -118,7 +118,7 @@ def test_the_engine_is_measured_once(started: Engine) -> None:
 
 def test_chunks_on_a_fast_tier_are_loaded_at_the_floor(started: Engine) -> None:
     state = scheduler(started)
-    state.blend_own.pace.measurement.times = SLOW
+    state.blend_internal.calibration.measurement.times = SLOW
     first, told, _ = ask(started, [1, 2, 3])
     assert (told["reused_tokens"], told["why_not"]) == (0, "no chunk is known yet")
     drain(started)
@@ -157,18 +157,19 @@ def test_full_prefill_where_blending_is_slower(started: Engine) -> None:
     state = scheduler(started)
     ask(started, [5, 6])
     drain(started)
-    state.blend_own.pace.measurement.times = EngineTimes(ComputeTime(10, 0, 1e-3, 0), SLOW.full)
+    times = EngineTimes(ComputeTime(10, 0, 1e-3, 0), SLOW.full)
+    state.blend_internal.calibration.measurement.times = times
     _, told, _ = ask(started, [5, 6])
     assert told["reused_tokens"] == 0
     assert told["why_not"].startswith("full prefill takes")
-    state.blend_own.pace.measurement.times = SLOW
+    state.blend_internal.calibration.measurement.times = SLOW
     assert ask(started, [5, 6])[1]["reused_tokens"] == 200
 
 
 def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: Path) -> None:
     with server(tiny, tmp_path, harvest=True) as engine:
         drain(engine)
-        scheduler(engine).blend_own.pace._times = SLOW
+        scheduler(engine).blend_internal.calibration._times = SLOW
         assert ask(engine, [1, 2, 3])[1]["reused_tokens"] == 0
         forget(engine)
         _, told, _ = ask(engine, [1, 2, 3])
@@ -178,7 +179,7 @@ def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: P
 def test_an_answer_that_does_not_come_is_not_waited_for(
     started: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler(started).blend_own.pace.measurement.times = SLOW
+    scheduler(started).blend_internal.calibration.measurement.times = SLOW
     monkeypatch.setattr(waiting, "LOCATE_S", 0.3)
     stock = DiskTier.contains
     ask(started, [8])
@@ -197,7 +198,7 @@ def test_chunks_on_a_slow_tier_are_computed(
     with server(tiny, tmp_path) as engine:
         drain(engine)
         state = scheduler(engine)
-        state.blend_own.pace.measurement.times = SLOW  # 300 tokens: 0.3 s
+        state.blend_internal.calibration.measurement.times = SLOW  # 300 tokens: 0.3 s
         ask(engine, [1, 2, 3])
         drain(engine)
         known, _, _ = ask(engine, [1, 2, 3])
@@ -244,20 +245,20 @@ def test_chunks_on_a_slow_tier_are_computed(
             forget(engine)
         assert told["reused_tokens"] == 300, "a tier that is fast again is used again"
         assert tiers.store.stats()["hits.disk"] > 0
-        assert state.blend_own.background.num_computed == 3  # each once
+        assert state.blend_internal.background.num_computed == 3  # each once
 
 
 def test_a_server_without_auto_is_not_measured_until_it_is_asked(tiny: Any, tmp_path: Path) -> None:
     with server(tiny, tmp_path, recomp_ratio=0.3) as engine:
         drain(engine)
         state = scheduler(engine)
-        assert not state.blend_own.pace.done
+        assert not state.blend_internal.calibration.done
         _, told, _ = ask(engine, [1, 2])
         assert told["decision"] is None
         drain(engine)
-        assert not state.blend_own.pace.done
+        assert not state.blend_internal.calibration.done
         assert ask(engine, [1, 2], recomp_ratio="auto")[1]["decision"]["tiers"] == ["host"] * 2
-        assert state.blend_own.pace.done
+        assert state.blend_internal.calibration.done
 
 
 def test_a_measurement_that_does_not_end_is_not_waited_for(

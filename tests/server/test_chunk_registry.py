@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from background import complete
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkIds, CollectPlan, KeyedPlan, KeyedSpan
-from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
+from vllm_blend.server.chunks.chunk_registry import IDLE_S, ChunkRegistry, chunk_key
 from vllm_blend.server.internal.background_prefill import MIN_WINDOW, BackgroundPrefill
 from vllm_blend.server.messages import WorkerCommands
 from vllm_blend.server.worker.chunk_cache import ChunkCache
@@ -69,7 +70,12 @@ class Chunks(RuleBasedStateMachine):
         for request_id, plan in list(self.running.items()):
             if completed or reached:
                 self.compute(plan, whole=completed)
-            self.background.finish(request_id, completed)
+            events = self.kv.collect_events()
+            for key in events.kept if events is not None else ():
+                assert plan.chunk is not None
+                self.known.commit(key)
+                self.background.came(key, plan.chunk)
+            self.background.finish(request_id)
             del self.running[request_id]
 
     def compute(self, plan: CollectPlan, whole: bool) -> None:
@@ -116,7 +122,7 @@ def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
         background.earn(50)
         computed += 50
         for request_id in background.start(idle=False):
-            background.finish(request_id, completed=True)
+            complete(background, request_id)
         assert sum(started) <= 0.25 * computed
     assert sum(started) == 500
     assert background.start(idle=True)
@@ -146,7 +152,7 @@ def test_a_chunk_of_an_idle_engine_goes_by_windows_and_stands_back() -> None:
     assert background.credit == 25
     background.took(256, 60.0)
     assert background.window == MIN_WINDOW
-    background.finish(name, completed=True)
+    complete(background, name)
 
 
 def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
@@ -154,7 +160,7 @@ def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
     background = BackgroundPrefill(chunks, 1000, 1.0, lambda request_id, *_: request_id)
     background.add(chunk_of(0, 60))
     (request_id,) = background.start(idle=True)
-    background.finish(request_id, completed=True)
+    complete(background, request_id)
     key = chunks.get(chunk_of(0, 60))
     assert key is not None
     chunks.pin([key])
@@ -174,3 +180,60 @@ def test_a_tenant_s_name_is_no_part_of_a_chunk() -> None:
     assert chunk_key(ChunkIds("", (1, 2))) != chunk_key(ChunkIds(other, (1,)))
     assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("b", (1, 2)))
     assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("a", (2,), (1,)))
+
+
+def tenants_chunk(tenant: str, number: int, size: int = 10) -> ChunkIds:
+    return ChunkIds(tenant, tuple(range(1000 * number, 1000 * number + size)))
+
+
+def come(chunks: ChunkRegistry, chunk: ChunkIds) -> None:
+    assert (key := chunks.reserve(chunk)) is not None
+    chunks.commit(key)
+
+
+def kept(chunks: ChunkRegistry, tenant: str) -> list[int]:
+    return [n for n in range(60) if chunk_key(tenants_chunk(tenant, n)) in chunks]
+
+
+def test_the_tenant_that_holds_most_makes_room() -> None:
+    now = [0.0]
+    chunks = ChunkRegistry(100, clock=lambda: now[0])
+    for number in range(3):
+        come(chunks, tenants_chunk("few", number))
+    for number in range(50):
+        now[0] += 1
+        come(chunks, tenants_chunk("many", number))
+    assert kept(chunks, "few") == [0, 1, 2]  # as long ago as they were used
+    assert kept(chunks, "many") == list(range(43, 50))
+    for number in range(3, 20):
+        now[0] += 1
+        come(chunks, tenants_chunk("few", number))
+        assert chunks.num_tokens == 100
+    assert len(kept(chunks, "few")) == len(kept(chunks, "many")) == 5
+    assert kept(chunks, "few") == list(range(15, 20))  # of its own the oldest
+
+
+def test_a_tenant_that_is_long_idle_makes_room_first() -> None:
+    now = [0.0]
+    chunks = ChunkRegistry(100, clock=lambda: now[0])
+    for number in range(2):
+        come(chunks, tenants_chunk("idle", number))
+    now[0] += IDLE_S + 1
+    for number in range(9):
+        come(chunks, tenants_chunk("busy", number))
+    assert (kept(chunks, "idle"), kept(chunks, "busy")) == ([1], list(range(9)))
+
+
+def test_chunks_in_use_are_kept_whoever_holds_most() -> None:
+    chunks = ChunkRegistry(40)
+    for number in range(3):
+        come(chunks, tenants_chunk("many", number))
+    come(chunks, tenants_chunk("few", 0))
+    keys = [chunk_key(tenants_chunk("many", number)) for number in range(3)]
+    chunks.pin([*keys, keys[0]])
+    come(chunks, tenants_chunk("few", 1))
+    assert (kept(chunks, "many"), kept(chunks, "few")) == ([0, 1, 2], [1])
+    chunks.unpin(keys)
+    come(chunks, tenants_chunk("few", 2))
+    assert kept(chunks, "many") == [0, 2]  # the first is in use still
+    assert chunks.reserve(tenants_chunk("few", 3, size=31)) is None

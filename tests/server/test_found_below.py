@@ -14,6 +14,7 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
 from vllm_blend.core.plans import ChunkIds
+from vllm_blend.server.chunks.askers import Askers
 from vllm_blend.server.chunks.chunk_contexts import Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.scheduler import tier_fetches, waiting
@@ -69,7 +70,7 @@ def test_the_first_requests_after_a_restart(
     with server(tiny, folder, auto=auto) as engine:
         if auto:
             drain(engine)  # as a server does before its first request
-            assert scheduler(engine).blend_fetches._claims == {"": True}
+            assert scheduler(engine).blend_fetches.claim("")
         prompt, _ = prompt_of(engine, [1, 2, 3])
         found, told = ask(engine, prompt)
         assert (told["reused_tokens"], told["loaded_chunks"], told["missed_chunks"]) == (300, 3, 0)
@@ -81,17 +82,18 @@ def test_the_first_requests_after_a_restart(
             assert told["reused_tokens"] == reused, tenant
         assert found == answers[1]
         # a part of a chunk, behind other text
-        scheduler(engine).blend_chunks._drop(next(iter(scheduler(engine).blend_chunks._chunks)))
+        for key in list(scheduler(engine).blend_chunks._chunks):
+            scheduler(engine).blend_chunks.evict(key)
         part = engine.ids(40, 70) + engine.ids(100, 1)[30:90] + engine.ids(10, 71)
         _, told = ask(engine, part)
         assert (told["reused_tokens"], told["loaded_chunks"]) == (60, 1)
-        assert scheduler(engine).blend_own.background.num_computed == 0
+        assert scheduler(engine).blend_internal.background.num_computed == 0
         drain(engine)
 
 
 def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_fetches, "FOUND_TENANTS", 3)
-    background: Any = SimpleNamespace()
+    monkeypatch.setattr(tier_fetches, "FOUND_SHELVES", 3)
+    background: Any = SimpleNamespace(askers=Askers())
     found = tier_fetches.Fetches(ChunkRegistry(1000), background, Contexts((1,), (1,)))
     for number, tenant in enumerate("abcab" + "defg"):
         if not found.claim(tenant):
@@ -99,14 +101,10 @@ def test_tenants_that_were_not_seen_for_long_are_forgotten(monkeypatch: pytest.M
             found.claimed(tenant, [chunk_of(tenant, number, number + 50)])
     assert len(found) == 0
     assert [tenant for tenant, _ in found.take_commands(()).claim] == list("abcdefg")
-    assert [tenant for tenant, _ in found._below] == ["e", "f", "g"]
     prompt = [*range(900, 910), *range(8, 58)]
     assert found.find("g", prompt, 16) == [chunk_of("g", 8, 58)]
     assert not found.find("b", prompt, 16)
-    assert found.claim("g") and not found.claim("b")
-    monkeypatch.setattr(tier_fetches, "FOUND_TOKENS", 40)
-    found.claimed("f", [chunk_of("f", 0, 60)])  # more than all that is kept, of all but itself
-    assert [tenant for tenant, _ in found._below] == ["f"]
+    assert [tenant for tenant in "abcdefg" if found.claim(tenant)] == ["e", "f", "g"]
 
 
 def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:
@@ -117,13 +115,13 @@ def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:
         drain(engine)
         known, _ = ask(engine, prompt)
         for key in list(state.blend_chunks._chunks):
-            state.blend_chunks._drop(key)
+            state.blend_chunks.evict(key)
         found, told = ask(engine, prompt)
         assert (told["reused_tokens"], told["loaded_chunks"]) == (200, 2)
         assert found == known
         # and where the disk does not have it any more, it is computed
         for key in list(state.blend_chunks._chunks):
-            state.blend_chunks._drop(key)
+            state.blend_chunks.evict(key)
         outputs(engine, [engine.ids(20, 7)], [None])
         store = engine.model.blending.chunks.tiers.store
         for name in list(store._host._entries.values()):
@@ -132,7 +130,7 @@ def test_what_was_evicted_is_found_again(tiny: Any, tmp_path: Path) -> None:
         assert ask(engine, prompt)[1]["reused_tokens"] == 0
         drain(engine)
         assert ask(engine, prompt)[0] == known
-        assert state.blend_own.background.num_computed == 4
+        assert state.blend_internal.background.num_computed == 4
 
 
 def test_a_slow_disk_is_not_waited_for(
@@ -147,9 +145,10 @@ def test_a_slow_disk_is_not_waited_for(
     monkeypatch.setattr(DiskTier, "token_ids", slow)
     with server(tiny, written[0]) as engine:
         drain(engine)
-        monkeypatch.setattr(waiting, "LOCATE_S", 0.2)
         prompt, _ = prompt_of(engine, [1, 2, 3])
-        assert ask(engine, prompt)[1]["reused_tokens"] == 0
+        with monkeypatch.context() as patch:  # before the engine's own is undone
+            patch.setattr(waiting, "LOCATE_S", 0.2)
+            assert ask(engine, prompt)[1]["reused_tokens"] == 0
         read.set()
         drain(engine)  # waits for the disk
         assert ask(engine, prompt)[1]["reused_tokens"] == 300

@@ -119,7 +119,7 @@ def test_what_the_prefix_cache_holds_is_computed_by_itself(server: Engine) -> No
         assert not known(server, prompt, span, HARVESTED_FIRST)
         assert not known(server, prompt, span, HARVESTED)
     drain(server)
-    contexts = scheduler(server).blend_own.contexts
+    contexts = scheduler(server).blend_internal.contexts
     for span, context in zip(spans, (contexts.first, contexts.later, contexts.later), strict=True):
         assert known(server, prompt, span, context)
     assert not scheduler(server).blend_chunks._coming
@@ -173,7 +173,7 @@ def test_chunks_by_themselves_where_that_is_wanted(tiny: Any) -> None:
         drain(engine)
         prompt, spans = prompt_of(engine, [1, 2])
         outputs(engine, [prompt], [{"spans": spans}])
-        contexts = scheduler(engine).blend_own.contexts
+        contexts = scheduler(engine).blend_internal.contexts
         drain(engine)
         for span, context in zip(spans, (contexts.first, contexts.later), strict=True):
             assert known(engine, prompt, span, context)
@@ -214,7 +214,7 @@ def test_harvested_chunks_outlive_the_engine(tiny: Any, tmp_path: Path) -> None:
         assert (told["reused_tokens"], told["loaded_chunks"], told["harvested_chunks"]) == (300, 3, 3)
         scheduler(engine).reset_prefix_cache()
         assert same(found, outputs(engine, [again], [None], logprobs=3)[0])
-        assert scheduler(engine).blend_own.background.num_computed == 0
+        assert scheduler(engine).blend_internal.background.num_computed == 0
     with stored(tiny, tmp_path, auto=True) as engine:
         (found,) = outputs(engine, [engine.ids(33, 5) + prompt[spans[1][0] :]], [REPORT])
         assert report(found)["reused_tokens"] == 200

@@ -300,7 +300,7 @@ def test_requests_wait_for_no_more_of_a_chunk_than_a_window(
     from vllm import SamplingParams
 
     engine, state = server.llm.llm_engine, scheduler(server)
-    background = state.blend_own.background
+    background = state.blend_internal.background
     monkeypatch.setattr(background, "took", lambda *_: None)  # windows of a size
     monkeypatch.setattr(background, "window", 300)
     monkeypatch.setattr(background, "share", 0.01)
@@ -339,7 +339,7 @@ def test_a_chunk_does_not_hold_the_blocks_that_a_request_waits_for(
     server: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = scheduler(server)
-    background, pool = state.blend_own.background, state.kv_cache_manager.block_pool
+    background, pool = state.blend_internal.background, state.kv_cache_manager.block_pool
     monkeypatch.setattr(background, "took", lambda *_: None)
     monkeypatch.setattr(background, "window", 300)
     monkeypatch.setattr(background, "share", 0.0)
@@ -384,7 +384,7 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     assert state.blend_chunks.num_pinned == 0
     assert not len(state.blend_reports)
     assert not state._plans
-    assert len(state.blend_own.background) == 0
+    assert len(state.blend_internal.background) == 0
     assert state.blend_chunks.num_evicted > 0
     assert (
         len(server.model.blending.chunks)

@@ -39,7 +39,7 @@ def test_each_place_has_the_kv_that_suits_it(
     with make_engine(smollm2, additional_config=config) as engine:
         drain(engine)
         state = scheduler(engine)
-        own, settings = state.blend_own, state.blend_settings.blend
+        own, settings = state.blend_internal, state.blend_settings.blend
         assert (settings.policy, settings.recomp_ratio) == ("ahead*static", 0.08)
         blender = Blender(engine.llm, stand_in=STAND_IN.strip())
         assert blender.settings == settings
@@ -71,4 +71,4 @@ def test_each_place_has_the_kv_that_suits_it(
             assert (told["missed_chunks"], told["chunks"]) == (0, len(texts))
             assert again == pytest.approx(expected, abs=1e-3)
         drain(engine)
-        assert scheduler(engine).blend_own.background.num_computed == 0
+        assert scheduler(engine).blend_internal.background.num_computed == 0

@@ -43,9 +43,12 @@ def test_chunks_are_found_wherever_they_lie(
     for start in range(2):
         with make_engine(tiny("qwen3"), additional_config={"vllm_blend": values}, **options) as engine:
             drain(engine)
-            pace, store = scheduler(engine).blend_own.pace, engine.model.blending.chunks.tiers.store
-            assert pace.done and pace.longest[1] > 0
-            pace.measurement.times = SLOW
+            calibration, store = (
+                scheduler(engine).blend_internal.calibration,
+                engine.model.blending.chunks.tiers.store,
+            )
+            assert calibration.done and calibration.longest[1] > 0
+            calibration.measurement.times = SLOW
             place = "cuda" if torch.cuda.is_available() else "cpu"
             assert store._gpu.device.type == place
             assert store._host._arena._block.device.type == "cpu"

@@ -100,7 +100,7 @@ def test_a_started_server_finds_what_one_before_it_computed(started: Engine, wri
     assert (told["reused_tokens"], told["loaded_chunks"], told["missed_chunks"]) == (300, 3, 0)
     assert told["wait_seconds"] > 0
     assert first == written.answers[0]
-    assert scheduler(started).blend_own.background.num_computed == 0
+    assert scheduler(started).blend_internal.background.num_computed == 0
     time.sleep(1.1)  # the store's counters come once a second
     again, told = ask(started, written, 0)
     assert again == first
@@ -117,25 +117,25 @@ def test_tenants_do_not_share(started: Engine, written: Written) -> None:
 
 
 def test_a_damaged_record_is_computed_again(started: Engine, written: Written) -> None:
-    computed = scheduler(started).blend_own.background.num_computed
+    computed = scheduler(started).blend_internal.background.num_computed
     _, told = ask(started, written, 2)
     assert (told["reused_tokens"], told["missed_chunks"]) == (100, 2)
     flush(started)
     after, told = ask(started, written, 2)
     assert told["reused_tokens"] == 300
     assert after == written.answers[2]
-    assert scheduler(started).blend_own.background.num_computed == computed + 2
+    assert scheduler(started).blend_internal.background.num_computed == computed + 2
     assert started.model.blending.chunks.tiers.store.stats()["misses.corrupt"] == 2
 
 
 def test_a_lost_chunk_is_fetched_before_it_is_computed(started: Engine, written: Written) -> None:
     state = scheduler(started)
-    computed = state.blend_own.background.num_computed
+    computed = state.blend_internal.background.num_computed
     started.model.blending.chunks.drop(list(started.model.blending.chunks._chunks))
     assert ask(started, written, 0)[1]["lost_chunks"] == {"gone": 3}
     drain(started)
     assert ask(started, written, 0)[1]["reused_tokens"] == 300
-    assert state.blend_own.background.num_computed == computed
+    assert state.blend_internal.background.num_computed == computed
 
 
 def test_what_memory_dropped_comes_back(tiny: Any, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_memory_dropped_comes_back(tiny: Any, tmp_path: Path) -> None:
             assert answer(found) == expected
         assert loaded >= 12
         drain(engine)
-        assert state.blend_own.background.num_computed == 24  # each once
+        assert state.blend_internal.background.num_computed == 24  # each once
         assert state.blend_chunks.num_pinned == 0
         flush(engine)
         outputs(engine, [prompts[0]], [None])
@@ -237,7 +237,7 @@ def test_a_slow_tier_is_not_waited_for(
         awake.set()
         drain(engine)
         assert len(state.blend_fetches) == 0
-        assert state.blend_own.background.num_computed == 0  # they came, and need not be computed
+        assert state.blend_internal.background.num_computed == 0  # they came, and need not be computed
         scheduler(engine).reset_prefix_cache()
         (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
         assert (report(found)["reused_tokens"], report(found)["loaded_chunks"]) == (300, 0)

@@ -31,8 +31,10 @@ def test_a_request_that_names_its_ratio_asks_at_once() -> None:
 def test_chunks_that_come_end_the_wait() -> None:
     request = Waiting(BlendRequest(spans=SPANS), 0.0)
     request.advance(0.0, False, False)
-    request.wait([KEY], 0.0, seconds=60.0)
-    request.come(0.25)
+    request.wait([KEY, b"another"], 0.0, seconds=60.0)
+    request.come(b"another", 0.125)
+    assert request.advance(0.125, False, False) is State.CHUNKS
+    request.come(KEY, 0.25)
     assert request.advance(0.25, False, False) is State.READY
     assert request.seconds(9.0) == 0.25
 

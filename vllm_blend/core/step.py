@@ -99,6 +99,22 @@ class StepRequest:
         return concat_kv(parts)
 
 
+@dataclass(frozen=True)
+class Blended:
+    """What a step did of a request's prompt.
+
+    Attributes:
+        position: of the window's first token in the prompt.
+        reused: tokens with stored KV.
+        recomputed: those of them that were computed nevertheless.
+    """
+
+    request_id: str
+    position: int
+    reused: int
+    recomputed: int
+
+
 @dataclass(eq=False)
 class BlendStep:
     """One forward step in which at least one request blends or is collected.

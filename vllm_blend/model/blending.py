@@ -20,7 +20,7 @@ from vllm_blend.attention.base import LayerBlend
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.stage_clock import StageClock
-from vllm_blend.core.step import BlendStep, StepRequest
+from vllm_blend.core.step import Blended, BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
@@ -61,6 +61,8 @@ class Blending:
         inner: vLLM's inner model, where the paper's flags are (``plugin/attach.py``).
         attns: vLLM's ``Attention`` of each layer.
         owners: the module that holds each of them (``self_attn``), or None.
+        weights, first_weights: digest of a server's parameters, as they were last seen, and at the
+            engine's start.
         kv_shape: what stored KV must look like here.
         unsupported: why this engine cannot blend, or None.
         step: of the forward that runs, if it blends or collects, else None.
@@ -68,6 +70,7 @@ class Blending:
         loop: the layer loop, where this model has one.
         graphs: steps on rows as CUDA graphs, where the engine uses them.
         clocks: of the steps since they were last asked for.
+        blended: what these did, likewise.
         in_flight: stored KV that the GPU may still be reading.
         shift: added to the positions of every row; only a probe does that.
         watch: gets the hidden states of every step; likewise.
@@ -84,11 +87,13 @@ class Blending:
         self.attns: Sequence[Any] = ()
         self.owners: Sequence[Any] = ()
         self.unsupported: str | None = None
+        self.weights = self.first_weights = ""
         self.step: BlendStep | None = None
         self.chunks: Any = None
         self.loop: LayerLoop | None = None
         self.graphs: RunsRows | None = None
         self.clocks: list[StageClock] = []
+        self.blended: list[Blended] = []
         self.in_flight = InFlight()
         self.shift = 0
         self.watch: Callable[[torch.Tensor], None] | None = None
@@ -209,6 +214,10 @@ class Blending:
         output = guard.attempt(lambda: self._finished(frame, inputs, hidden, chosen), hidden)
         guard.agree()
         self.clocks.append(frame.clock)
+        self.blended += [
+            Blended(r.request_id, r.position, r.num_chunk_rows, len(frame.kept.get(r, ())))
+            for r in step.blended
+        ]
         return output
 
     def _ask(
@@ -354,6 +363,11 @@ class Blending:
             for _, plan in step.collected:
                 plan.restart()
             self.chunks.drop([plan.key for plan in ended if plan.key is not None and not plan.scored])
+
+    def take_blended(self) -> list[Blended]:
+        """What was done since this was last called."""
+        blended, self.blended = self.blended, []
+        return blended
 
     def take_clocks(self) -> list[StageClock]:
         """Those of the steps since this was last called; lets go of stored KV that is read."""

@@ -18,6 +18,12 @@ vLLM is patched through its registries where it has them. What is left is here:
     Goes when plugins may amend an engine's configuration.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
+``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
+    no request waits for.
+    Goes when vLLM tells its scheduler of a shutdown.
+``EngineCore.collective_rpc``, ``EngineCore.wake_up``, ``EngineCore.reset_prefix_cache``   wrapped: the
+    model's weights may be others afterwards (``weights.py``).
+    Goes when vLLM tells of new weights, however they came.
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
     model's process can tell each other what they must know (``server/messages.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
@@ -54,10 +60,12 @@ logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its han
 
 
 def install_front_hooks() -> None:
-    """In every process: the admission of requests, marked chunks, what was reused, a backend's name."""
+    """In every process: the admission of requests, marked chunks, what was reused, an engine's end, a
+    backend's name."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -65,6 +73,9 @@ def install_front_hooks() -> None:
     _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
+    _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
+    for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
+        _wrap(EngineCore, name, _then_check_weights)
     # not by register(), which warns of every replacement
     RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.frontend.renderer", "BlendRenderer")
     cuda.register_xformers()
@@ -115,6 +126,7 @@ def _blendable(stock: Any, registry: Any, *args: Any, **kwargs: Any) -> Any:
 def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Probes the model once the engine is about to serve."""
     from vllm_blend.model.probe import probe
+    from vllm_blend.plugin.weights import note_weights
 
     result = stock(worker, *args, **kwargs)
     blending = model_of(worker.vllm_config)
@@ -122,6 +134,8 @@ def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
         blending.unsupported = probe(worker, blending)
         if blending.unsupported is not None:
             report_unsupported(worker.vllm_config, blending.unsupported)
+    if blending is not None and ServerSettings.of(worker.vllm_config) is not None:
+        note_weights(worker)
     return result
 
 
@@ -170,6 +184,8 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
     params = request.sampling_params
     if blending is None or blending.unsupported is not None:
         raise ValueError(blending.unsupported if blending else "this engine's model cannot blend")
+    if request.resumable:
+        raise ValueError("a prompt that is streamed cannot be blended; send it whole")
     check_can_blend(request)
     plan.check(request.prompt_token_ids, blending.kv_shape)
     if isinstance(plan, BlendPlan) and blending.loop is None:
@@ -186,6 +202,23 @@ def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, *
     """Takes the engine's figures from the outputs, but where the client asked for them."""
     count_reports(outputs)
     return stock(processor, outputs, *args, **kwargs)
+
+
+def _stop_background(stock: Any, core: Any) -> Any:
+    """Once the engine is to end, its scheduler computes no chunks that no request waits for."""
+    stop = getattr(core.scheduler, "stop_background", None)
+    if stop is not None and not core.is_running():
+        stop()
+    return stock(core)
+
+
+def _then_check_weights(stock: Any, core: Any, *args: Any, **kwargs: Any) -> Any:
+    """After a call that may have replaced the model's weights."""
+    from vllm_blend.plugin.weights import check_weights
+
+    result = stock(core, *args, **kwargs)
+    check_weights(core)
+    return result
 
 
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,14 +247,15 @@ def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _events(blending: Blending) -> Callable[[], WorkerEvents] | None:
     """What the scheduler is to know of a step, to be called once the step has ended."""
-    clocks, prefilled = blending.take_clocks(), blending.guard.take_prefilled()
+    clocks, blended = blending.take_clocks(), blending.take_blended()
+    prefilled = blending.guard.take_prefilled()
     collected: WorkerEvents | None = blending.chunks.collect_events()
-    if collected is None and not clocks and not prefilled:
+    if collected is None and not clocks and not blended and not prefilled:
         return None
 
     def events() -> WorkerEvents:
         found = collected or WorkerEvents()
-        found.prefilled = prefilled
+        found.blended, found.prefilled = blended, prefilled
         for clock in clocks:
             found.seconds |= clock.seconds()
         return found

@@ -212,3 +212,13 @@ def state_class(model: Any, of_model: Any) -> type[Any]:
 @cache
 def _with_plans(stock: type[Any]) -> type[Any]:
     return type(f"Blend{stock.__name__}", (BlendModelState, stock), {})
+
+
+def drop_plans(runner: Any) -> None:
+    """Lets a runner's unfinished requests be computed in full."""
+    if hasattr(runner, "model_state"):  # the V2 runner
+        runner.model_state.plans.clear()
+        return
+    for request in runner.requests.values():
+        if request.sampling_params is not None and request.sampling_params.extra_args:
+            request.sampling_params.extra_args.pop(EXTRA_ARG, None)

@@ -40,7 +40,7 @@ class ServerSettings:
             before it there: it is reused from the second request on. False: a chunk is computed by
             itself, after ``head`` and ``stand_in``, when the engine has time; its KV depends on
             nothing else then.
-        min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
+        min_chunk_tokens: shorter chunks are computed afresh, also those that a request names.
         max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
             computed, kept and loaded as a whole.
         ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_blend.core.plans import ChunkIds, ChunkKey
+    from vllm_blend.core.step import Blended
 
 COMMANDS = "blend_commands"
 """The attribute of vLLM's ``SchedulerOutput``."""
@@ -71,6 +72,7 @@ class WorkerEvents:
         located: chunks that were looked for.
         claimed: a tenant's chunks on disk, most recently used first.
         loads: how long loads take, by tier: seconds, and seconds a byte; beside ``located``.
+        blended: what this step did of its requests.
         prefilled: ids of requests that did not blend in this step, as planned, since that failed.
         seconds: of the stages of blending, by request id and stage.
         store: counters of the store (``ChunkStore.stats``), now and then.
@@ -84,6 +86,7 @@ class WorkerEvents:
     claimed: dict[str, list[ChunkIds]] = field(default_factory=dict)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     store: dict[str, int] | None = None
+    blended: list[Blended] = field(default_factory=list)
     prefilled: tuple[str, ...] = ()
 
     @classmethod

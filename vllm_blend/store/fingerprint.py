@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from blake3 import blake3
 
 from vllm_blend.core.kv import KVShape
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 SAMPLE_BYTES = 4096
 """Read from the start and the middle of every tensor."""
+
+SAMPLES = 64
+"""Values of a parameter in memory that are read one by one."""
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their size in bytes."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -47,6 +54,31 @@ def weights_fingerprint(model: Path) -> str:
         with path.open("rb") as file:
             for offset in _sample_offsets(path, size, hasher):
                 hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return hasher.hexdigest(16)
+
+
+def parameters_digest(model: torch.nn.Module) -> str:
+    """Digest of a model's parameters as they are in memory, computed where they are.
+
+    Of each parameter the sum of all its bits read as whole numbers, that of every other column, and a
+    sample of its values. So it is no more than a sum over memory, and what training changes is seen.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    hasher = blake3()
+    sums: list[torch.Tensor] = []
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        hasher.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{tensor.device.type};".encode())
+        if tensor.is_meta or not tensor.numel():
+            continue  # it is being replaced
+        bits = tensor.view(WHOLE[tensor.itemsize])
+        sample = bits.reshape(-1)[:: max(1, bits.numel() // SAMPLES)][:SAMPLES]
+        sums += [bits.sum(dtype=torch.int64)[None], bits[..., ::2].sum(dtype=torch.int64)[None]]
+        sums.append(sample.to(torch.int64))
+    if sums:
+        hasher.update(torch.cat([one.to(sums[0].device) for one in sums]).cpu().numpy().tobytes())
     return hasher.hexdigest(16)
 
 

@@ -6,6 +6,7 @@ computes by themselves; or what stood before it in the prompt of a request that 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -78,17 +79,40 @@ class Contexts(NamedTuple):
             runs: each with what its chunk is computed after.
             taken: places of the prompt that are no run's.
         """
-        runs, places = list(runs), list(taken)
-        first_start = min([start for start, _ in places] + [run.start for run, _ in runs], default=0)
+        runs, places = list(runs), Places(taken)
+        first_start = min([run.start for run, _ in runs] + places.starts[:1], default=0)
         chosen = []
         for run, context in sorted(
             runs,
             key=lambda one: (one[1] not in self.suited_at(one[0].start, first_start), one[0].start),
         ):
-            if not any(run.start < end and start < run.end for start, end in places):
+            if places.are_free(run.start, run.end):
                 chosen.append((run, context))
-                places.append((run.start, run.end))
+                places.take(run.start, run.end)
         return sorted(chosen, key=lambda one: one[0].start)
+
+
+class Places:
+    """Places of a prompt that are taken, ``[start, end)`` each, disjoint.
+
+    Attributes:
+        starts, ends: of them, ascending.
+    """
+
+    def __init__(self, places: Iterable[tuple[int, int]] = ()) -> None:
+        ordered = sorted(places)
+        self.starts, self.ends = [start for start, _ in ordered], [end for _, end in ordered]
+
+    def are_free(self, start: int, end: int) -> bool:
+        """Whether none of ``[start, end)`` is taken."""
+        at = bisect_right(self.ends, start)
+        return at == len(self.starts) or self.starts[at] >= end
+
+    def take(self, start: int, end: int) -> None:
+        """Takes a place that is free."""
+        at = bisect_left(self.starts, start)
+        self.starts.insert(at, start)
+        self.ends.insert(at, end)
 
 
 def chunk_contexts(

@@ -3,14 +3,20 @@
 The scheduler keeps this list; the KV itself lies in the model's process, under the same keys
 (``server/worker/chunk_cache.py``). Room is made before a chunk is computed: what is dropped is told to
 the model's process with the next step. A chunk that an unfinished request uses is not dropped.
+
+Tenants share the memory. First go the chunks of tenants that used none for ``IDLE_S``, then those of
+the tenant that holds most; of a tenant the least recently used. So nobody loses chunks to a tenant that
+holds more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +26,8 @@ from vllm_blend.server.chunks.token_index import Run, SequenceIndex, Windows
 
 SCALE_BYTES = 4
 """Of a head's scale in fp8 (``store/fp8.py``)."""
+IDLE_S = 600.0
+"""A tenant that used no chunk for so long has no share of the memory that others need."""
 
 
 def chunk_key(chunk: ChunkIds) -> ChunkKey:
@@ -50,22 +58,41 @@ def bytes_per_token(vllm_config: Any, storage: str = "auto") -> int:
     return int(2 * config.get_num_layers(parallel) * num_kv_heads * head)
 
 
+@dataclass
+class Holding:
+    """A tenant's chunks in memory.
+
+    Attributes:
+        free: those that no request uses, least recently used first.
+        num_tokens: of all of them, and of those that come.
+        used_at: when it last used one, in seconds.
+    """
+
+    free: OrderedDict[ChunkKey, None] = field(default_factory=OrderedDict)
+    num_tokens: int = 0
+    used_at: float = 0.0
+
+
 class ChunkRegistry:
-    """Chunks in memory, least recently used out first.
+    """Chunks in memory, and which of them go first.
 
     Args:
         max_tokens: of all chunks together.
+        clock: in seconds.
 
     Attributes:
         on_evict: called with a chunk that is dropped for others.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self.num_evicted = 0
-        self._chunks: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
+        self._clock = clock
+        self._chunks: dict[ChunkKey, ChunkIds] = {}
         self._coming: dict[ChunkKey, ChunkIds] = {}
+        self._tenants: OrderedDict[str, Holding] = OrderedDict()  # the last used last
+        self._free_tokens = 0
         self._pins: Counter[ChunkKey] = Counter()
         self._to_drop: list[ChunkKey] = []
         self.on_evict: Callable[[ChunkKey, ChunkIds], None] = lambda key, chunk: None
@@ -87,7 +114,7 @@ class ChunkRegistry:
         key = chunk_key(chunk)
         if self._chunks.get(key) != chunk:
             return None
-        self._chunks.move_to_end(key)
+        self._use(key)
         return key
 
     def chunk(self, key: ChunkKey) -> ChunkIds:
@@ -100,17 +127,24 @@ class ChunkRegistry:
         runs = [] if index is None else index.find(prompt, min_tokens)
         for run in runs:
             assert isinstance(run.key, bytes)
-            self._chunks.move_to_end(run.key)
+            self._use(run.key)
         return runs
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         """Keeps chunks from being dropped, until they are unpinned as often."""
-        self._pins.update(keys)
+        for key in keys:
+            self._pins[key] += 1
+            if self._pins[key] == 1 and key in self._chunks:
+                self._hold(key)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
         """Lets go of chunks."""
-        self._pins.subtract(keys)
-        self._pins = +self._pins
+        for key in keys:
+            self._pins[key] -= 1
+            if self._pins[key] <= 0:
+                del self._pins[key]
+                if key in self._chunks:
+                    self._release(key)
 
     def reserve(self, new: ChunkIds) -> ChunkKey | None:
         """Makes room for a chunk that is to come.
@@ -120,38 +154,45 @@ class ChunkRegistry:
         """
         if chunk_key(new) in self._coming:
             return None
-        free = self.max_tokens - self.num_tokens
-        victims = []
-        for key, chunk in self._chunks.items():
-            if free >= len(new.token_ids):
-                break
-            if key not in self._pins:
-                victims.append(key)
-                free += len(chunk.token_ids)
-        if free < len(new.token_ids):
+        size = len(new.token_ids)
+        if self.max_tokens - self.num_tokens + self._free_tokens < size:
             return None
-        for key in victims:
-            self._drop(key)
+        while self.max_tokens - self.num_tokens < size:
+            self.evict(self._victim())
         key = chunk_key(new)
         self._coming[key] = new
-        self.num_tokens += len(new.token_ids)
+        self._count(new, size)
         return key
 
     def coming(self, key: ChunkKey) -> ChunkIds | None:
         """A chunk that room was made for and that is not here yet."""
         return self._coming.get(key)
 
+    def evict(self, key: ChunkKey) -> None:
+        """Drops a chunk for others."""
+        self.on_evict(key, self._chunks[key])
+        self._remove(key)
+        self.num_evicted += 1
+
+    def clear(self) -> None:
+        """The chunks' KV is of no use any more, wherever it lies."""
+        for key in list(self._chunks):
+            self._remove(key)
+
     def commit(self, key: ChunkKey) -> None:
         """The model's process has the chunk now."""
         chunk = self._coming.pop(key)
         self._chunks[key] = chunk
+        if key not in self._pins:
+            self._release(key)
         # what is in it is bounded by max_tokens already
         index = self._indexes.setdefault(chunk.shelf, SequenceIndex(max_tokens=2**62))
         index.add(key, Windows.of(chunk.token_ids))
 
     def cancel(self, key: ChunkKey) -> None:
         """The chunk does not come after all; part of it may be there."""
-        self.num_tokens -= len(self._coming.pop(key).token_ids)
+        chunk = self._coming.pop(key)
+        self._count(chunk, -len(chunk.token_ids))
         self.refuse(key)
 
     def refuse(self, key: ChunkKey) -> None:
@@ -170,16 +211,55 @@ class ChunkRegistry:
             self._remove(key)
         return chunk
 
-    def _drop(self, key: ChunkKey) -> None:
-        self.on_evict(key, self._chunks[key])
-        self._remove(key)
-        self.num_evicted += 1
+    def _victim(self) -> ChunkKey:
+        """The free chunk that goes next."""
+        oldest = next(iter(self._tenants.values()))
+        if not oldest.free or oldest.used_at > self._clock() - IDLE_S:
+            oldest = max(
+                (holding for holding in self._tenants.values() if holding.free),
+                key=lambda holding: holding.num_tokens,
+            )
+        return next(iter(oldest.free))
+
+    def _use(self, key: ChunkKey) -> None:
+        """A chunk is the most recently used one."""
+        tenant = self._chunks[key].tenant
+        holding = self._tenants[tenant]
+        holding.used_at = self._clock()
+        self._tenants.move_to_end(tenant)
+        if key in holding.free:
+            holding.free.move_to_end(key)
+
+    def _release(self, key: ChunkKey) -> None:
+        """A chunk may be dropped."""
+        chunk = self._chunks[key]
+        self._tenants[chunk.tenant].free[key] = None
+        self._free_tokens += len(chunk.token_ids)
+
+    def _hold(self, key: ChunkKey) -> None:
+        """A chunk may not be dropped."""
+        chunk = self._chunks[key]
+        del self._tenants[chunk.tenant].free[key]
+        self._free_tokens -= len(chunk.token_ids)
+
+    def _count(self, chunk: ChunkIds, num_tokens: int) -> None:
+        """A tenant holds so many tokens more."""
+        holding = self._tenants.get(chunk.tenant)
+        if holding is None:
+            holding = self._tenants[chunk.tenant] = Holding(used_at=self._clock())
+        holding.num_tokens += num_tokens
+        self.num_tokens += num_tokens
+        if not holding.num_tokens:
+            del self._tenants[chunk.tenant]
 
     def _remove(self, key: ChunkKey) -> None:
+        if key not in self._pins:
+            self._hold(key)
         chunk = self._chunks.pop(key)
-        self.num_tokens -= len(chunk.token_ids)
+        self._count(chunk, -len(chunk.token_ids))
         self._to_drop.append(key)
-        index = self._indexes[chunk.shelf]
-        index.remove(key)
-        if not len(index):
-            del self._indexes[chunk.shelf]
+        index = self._indexes.get(chunk.shelf)  # a chunk shorter than a window is in none
+        if index is not None:
+            index.remove(key)
+            if not len(index):
+                del self._indexes[chunk.shelf]

@@ -18,6 +18,9 @@ import numpy as np
 WINDOW = 16
 """Tokens a window; the shortest run that is found for certain has ``2 * WINDOW - 1``."""
 
+MAX_IN_VAIN = 256
+"""Places of a prompt where a comparison may come to nothing, before fewer places are looked at."""
+
 _AT_ONCE = 64
 """Hashes that are looked up before the next ones are: most positions lie in a run that is found."""
 
@@ -85,7 +88,7 @@ class SequenceIndex:
         if not WINDOW <= len(tokens) <= self.max_tokens:
             return
         while self.num_tokens + len(tokens) > self.max_tokens:
-            self.remove(next(iter(self._sequences)))
+            self.remove_oldest()
         self._sequences[key] = tokens
         self.num_tokens += len(tokens)
         for index, value in enumerate(windows.hashes[::WINDOW].tolist()):
@@ -94,6 +97,10 @@ class SequenceIndex:
     def tokens(self, key: Hashable) -> tuple[int, ...]:
         """A known sequence."""
         return tuple(self._sequences[key].tolist())
+
+    def remove_oldest(self) -> None:
+        """Forgets the sequence that was not found for longest."""
+        self.remove(next(iter(self._sequences)))
 
     def remove(self, key: Hashable) -> None:
         """Forgets a sequence; one that is not known is no error."""
@@ -114,6 +121,7 @@ class SequenceIndex:
         tokens = prompt.tokens
         runs: list[Run] = []
         position = done = 0  # tokens before `done` belong to a run already
+        in_vain = 0
         while self._windows and position < len(prompt.hashes):
             values = prompt.hashes[position : position + _AT_ONCE].tolist()
             hit = next((at for at, value in enumerate(values) if value in self._windows), None)
@@ -126,7 +134,10 @@ class SequenceIndex:
             back = _common(tokens[done:position][::-1], known[:offset][::-1])
             length = _common(tokens[position:], known[offset:])
             if length < WINDOW or back + length < min_tokens:
-                position += 1  # another sequence's hash, or too short to be worth it
+                # another sequence's hash, or too short to be worth it; where there are many of those,
+                # as in repeated tokens, only each WINDOW-th position is looked at
+                in_vain += 1
+                position += 1 if in_vain <= MAX_IN_VAIN else WINDOW
                 continue
             runs.append(Run(position - back, position + length, key, offset - back))
             self._sequences.move_to_end(key)
@@ -144,7 +155,12 @@ def window_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:
-    """Length of the common beginning."""
-    size = min(len(one), len(two))
-    different = (one[:size] != two[:size]).nonzero()[0]
-    return int(different[0]) if len(different) else size
+    """Length of the common beginning; not much more than that is compared."""
+    size, done, step = min(len(one), len(two)), 0, 64
+    while done < size:
+        end = min(size, done + step)
+        different = one[done:end] != two[done:end]
+        if different.any():
+            return done + int(different.argmax())
+        done, step = end, 2 * step
+    return size

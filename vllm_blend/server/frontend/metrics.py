@@ -42,11 +42,13 @@ class Metrics:
         )
         self.tokens = counter(
             "prompt_tokens",
-            "Prompt tokens of those requests: reused (recomputed ones included), or fresh.",
+            "Prompt tokens of those requests: reused (recomputed ones included), cached, or fresh.",
             "source",
         )
         self.recomputed = counter("recomputed_tokens", "Reused tokens whose KV was recomputed.")
-        self.chunks = counter("chunks", "Chunks in those requests: hit or miss.", "result")
+        self.chunks = counter(
+            "chunks", "Chunks in those requests: hit, cached, miss or short.", "result"
+        )
         self.lost = counter(
             "lost_chunks", "Missed chunks whose KV should have been in memory, by reason.", "reason"
         )
@@ -75,7 +77,11 @@ class Metrics:
                 "computed_chunks", "Chunks computed in the background since the start."
             ),
             "waiting_chunks": gauge(
-                "waiting_chunks", "Chunks to be computed, or scored, in the background."
+                "waiting_chunks", "Chunks to be fetched, computed, or scored in the background."
+            ),
+            "dropped_chunks": gauge(
+                "dropped_chunks",
+                "Missed chunks that were not computed since the start: too many waited, or too long.",
             ),
             "evicted_chunks": gauge("evicted_chunks", "Chunks dropped for others since the start."),
         }
@@ -83,12 +89,17 @@ class Metrics:
     def count(self, report: dict[str, Any], labels: Sequence[str]) -> None:
         """Counts one request's report (``scheduler.py``)."""
         reused = report["reused_tokens"]
-        self.requests.labels(*labels, "blended" if reused else "full_prefill").inc()
+        result = "blended" if reused else "cached" if report["cached_chunks"] else "full_prefill"
+        self.requests.labels(*labels, result).inc()
         self.tokens.labels(*labels, "reused").inc(reused)
-        self.tokens.labels(*labels, "fresh").inc(report["prompt_tokens"] - reused)
+        cached = report["cached_tokens"]
+        self.tokens.labels(*labels, "cached").inc(cached)
+        self.tokens.labels(*labels, "fresh").inc(max(0, report["prompt_tokens"] - reused - cached))
         self.recomputed.labels(*labels).inc(report["recomputed_tokens"])
         self.chunks.labels(*labels, "hit").inc(report["chunks"])
+        self.chunks.labels(*labels, "cached").inc(report["cached_chunks"])
         self.chunks.labels(*labels, "miss").inc(report["missed_chunks"])
+        self.chunks.labels(*labels, "short").inc(report["short_chunks"])
         for reason in LOST:
             self.lost.labels(*labels, reason).inc(report["lost_chunks"].get(reason, 0))
         for stage, histogram in self.seconds.items():

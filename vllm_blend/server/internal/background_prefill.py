@@ -10,16 +10,17 @@ the share has room for the rest of it.
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey, CollectPlan
 from vllm_blend.core.prompt import TokenIds
+from vllm_blend.server.chunks.askers import ANSWERED, Askers
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
+from vllm_blend.server.chunks.fair_queue import FairQueue
 
-MAX_WAITING = 4096
-"""Chunks that wait to be computed; more are forgotten until they are seen again."""
+MAX_WAITING_TOKENS = 1 << 21
+"""Of chunks that wait to be computed; what is beyond is dropped until it is seen again."""
 
 STEP_SECONDS = 0.1
 """What a step of an idle engine is to take for a chunk: a request that comes waits for its end."""
@@ -31,7 +32,7 @@ _numbers = itertools.count()
 
 
 class BackgroundPrefill:
-    """The chunks that wait, and those that are computed now.
+    """The chunks that wait, one of each tenant in turn, and the one that is computed now.
 
     Args:
         chunks: where they become known.
@@ -42,6 +43,8 @@ class BackgroundPrefill:
             wanted.
 
     Attributes:
+        askers: the requests that asked for chunks that are not begun.
+        num_computed, num_dropped: chunks, since the start.
         window: tokens of a chunk that a step of an idle engine computes at most.
         stalled: the last step had nothing to compute, so no request is held up by a chunk; one may be
             waiting for the blocks that a chunk holds.
@@ -61,11 +64,12 @@ class BackgroundPrefill:
         self.credit = 0.0  # tokens that may be computed now
         self.num_computed = 0
         self.num_dropped = 0
+        self.askers = Askers()
         self.window = 2 * MIN_WINDOW
         self._make_request = make_request
         self._scoring = scoring
-        self._unscored: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
-        self._waiting: OrderedDict[ChunkKey, ChunkIds] = OrderedDict()
+        self._unscored = FairQueue(MAX_WAITING_TOKENS)
+        self._waiting = FairQueue(MAX_WAITING_TOKENS)
         self._running: dict[str, CollectPlan] = {}
         self._paid: set[str] = set()  # of these; all that they need was taken from the credit
         self._idle = True
@@ -85,27 +89,49 @@ class BackgroundPrefill:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, chunk: ChunkIds) -> None:
-        """Notes a missed chunk; one that waits, runs or is known already is not computed twice."""
-        key = chunk_key(chunk)
-        if key in self or key in self.chunks:
-            return
-        if len(self._waiting) >= MAX_WAITING or _cost(chunk) > self.max_tokens:
-            self.num_dropped += 1
-            return
-        self._waiting[key] = chunk
+    def add(self, chunk: ChunkIds, request_id: str | None = ANSWERED) -> None:
+        """Notes a missed chunk; one that waits, runs or is known already is not computed twice.
 
-    def score(self, key: ChunkKey, chunk: ChunkIds) -> None:
-        """Computes a known chunk's KV once more for its tokens' scores, if that is wanted."""
+        Args:
+            request_id: who asked for it; None: those who did before. If all of them are aborted, it is
+                not computed.
+        """
+        key = chunk_key(chunk)
+        if key in self.chunks or (key in self and key not in self._waiting):
+            return
+        if request_id is not None:
+            self.askers.ask(key, request_id)
+        if key in self._waiting:
+            return
+        dropped = [key] if _cost(chunk) > self.max_tokens else self._waiting.add(key, chunk)
+        self.num_dropped += len(dropped)
+        for key in dropped:
+            self.askers.forget(key)
+
+    def remove(self, key: ChunkKey) -> None:
+        """Nobody waits for a chunk any more; one that is begun is computed nevertheless."""
+        self._waiting.remove(key)
+
+    def clear(self) -> None:
+        """Computes nothing more but what is begun."""
+        while self._waiting:
+            self.askers.forget(self._waiting.pop()[0])
+        while self._unscored:
+            self._unscored.pop()
+
+    def came(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        """The model's process has a chunk now, by a request of these or of a client: it is computed
+        once more for its tokens' scores, if that is wanted."""
+        self.num_computed += any(plan.key == key for plan in self._running.values())
         if self._scoring(chunk) is not None:
-            self._unscored[key] = chunk
+            self._unscored.add(key, chunk)
 
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
-        costs = [_cost(chunk) for chunk in self._waiting.values()]
-        for chunk in self._unscored.values():
-            costs.append(len(self._scoring(chunk) or ()) + len(chunk.token_ids))
-        costs += [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
+        costs = [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
+        if (found := self._next()) is not None:
+            _, chunk, scored = found
+            costs.append(len(self._context(chunk, scored)) + len(chunk.token_ids))
         self.credit = min(self.credit + self.share * num_tokens, float(max(costs, default=0)))
 
     def start(self, idle: bool) -> list[Any]:
@@ -114,21 +140,15 @@ class BackgroundPrefill:
         To be called before each step; ``idle``: the engine has no requests but these.
         """
         self._idle = idle
-        if self._running:
+        if self._running or (found := self._next()) is None:
             return []
-        for key in [key for key in self._unscored if key not in self.chunks]:
-            del self._unscored[key]  # dropped meanwhile
-        queue = self._waiting or self._unscored
-        if not queue:
-            return []
-        key, chunk = next(iter(queue.items()))
-        scored = queue is self._unscored
-        context = self._scoring(chunk) if scored else chunk.context
-        assert context is not None
+        key, chunk, scored = found
+        context = self._context(chunk, scored)
         cost = len(context) + len(chunk.token_ids)
         if not idle and self.credit < cost:
             return []
-        del queue[key]
+        (self._unscored if scored else self._waiting).pop()
+        self.askers.forget(key)
         if not scored and self.chunks.reserve(chunk) is None:
             # what is kept is in use, or the chunk is larger than all there is
             self.num_dropped += 1
@@ -139,6 +159,22 @@ class BackgroundPrefill:
         if not idle:
             self._pay(request_id, cost)
         return [self._make_request(request_id, [*context, *chunk.token_ids], plan)]
+
+    def _next(self) -> tuple[ChunkKey, ChunkIds, bool] | None:
+        """The chunk that is to be computed, or scored, next; and whether it is scored."""
+        if (found := self._waiting.first()) is not None:
+            return *found, False
+        while (found := self._unscored.first()) is not None:
+            if found[0] in self.chunks:
+                return *found, True
+            self._unscored.pop()  # dropped meanwhile
+        return None
+
+    def _context(self, chunk: ChunkIds, scored: bool) -> TokenIds:
+        """What a chunk is computed behind, or scored."""
+        context = self._scoring(chunk) if scored else chunk.context
+        assert context is not None
+        return context
 
     def room(self, request_id: str, left: int, num_new: int, running: bool) -> int:
         """How many of the ``num_new`` tokens that a step has room for a chunk's request takes.
@@ -166,18 +202,12 @@ class BackgroundPrefill:
     def is_mine(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def finish(self, request_id: str, completed: bool) -> None:
-        """The model's process has the request's KV, or the request was aborted."""
+    def finish(self, request_id: str) -> None:
+        """The request has ended; its chunk does not come any more."""
         plan = self._running.pop(request_id)
         self._paid.discard(request_id)
         assert plan.key is not None and plan.chunk is not None
-        if plan.scored:
-            return
-        if completed:
-            self.num_computed += 1
-            self.chunks.commit(plan.key)
-            self.score(plan.key, plan.chunk)
-        else:
+        if not plan.scored and self.chunks.coming(plan.key) is not None:
             self.chunks.cancel(plan.key)
 
 

@@ -20,7 +20,7 @@ from vllm_blend.store.compute_time import RATIOS, Measurement
 from vllm_blend.store.controller import Controller, Decision, Located
 from vllm_blend.store.load_time import LoadTime
 
-KEY: ChunkKey = b"vllm_blend: pace"
+KEY: ChunkKey = b"vllm_blend: calibration"
 LONGEST_GPU, LONGEST_CPU = 8192, 1024
 """Tokens of the longest prefill that is measured, where the engine takes as many in a step."""
 HEAD, TAIL = 4, 8
@@ -82,7 +82,7 @@ class Calibration:
         )
         layers = model.get_num_layers(vllm_config.parallel_config)
         repeat = 3 if on_gpu else 1
-        pace = cls(
+        calibration = cls(
             model.get_vocab_size(),
             layers,
             longest,
@@ -91,8 +91,8 @@ class Calibration:
             settings.quality_floor,
             make_request,
         )
-        pace.wanted = settings.paced
-        return pace
+        calibration.wanted = settings.paced
+        return calibration
 
     def __str__(self) -> str:
         """What was measured, in words."""
@@ -122,7 +122,7 @@ class Calibration:
         if not self.wanted or self.done or self._current:
             return []
         self._number += 1
-        self._current = f"vllm_blend-pace-{self._number}"
+        self._current = f"vllm_blend-calibration-{self._number}"
         self._clean, self._step_s = True, 0.0
         size, plan = self._next()
         return [self._make_request(self._current, self._token_ids[:size], plan)]
@@ -147,6 +147,10 @@ class Calibration:
             return
         self._tries = 0
         self.measurement.took(self._step_s)
+
+    def forget_kv(self) -> None:
+        """The KV that it measures with is gone: it is computed again, if it is needed."""
+        self._collected = False
 
     def decide(
         self, chunks: Sequence[Located], loads: Mapping[str, LoadTime], num_other_tokens: int

@@ -13,7 +13,7 @@ from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.chunks.prefix_cache import name_blocks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
-from vllm_blend.server.internal.calibration import KEY as PACE_KEY
+from vllm_blend.server.internal.calibration import KEY as CALIBRATION_KEY
 from vllm_blend.server.internal.calibration import Calibration
 
 logger = logging.getLogger("vllm.vllm_blend.server")
@@ -31,9 +31,10 @@ class InternalRequests:
         on_measured: called once the engine is measured.
 
     Attributes:
-        pace: the measurement; None: without a store there is nothing to decide by it.
+        calibration: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
         contexts: what chunks are computed after.
+        stopped: the engine is shutting down: nothing is begun but what a client's request waits for.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class InternalRequests:
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
+        self.stopped = False
         self.contexts = chunk_contexts(
             vllm_config, settings.system, settings.head, settings.stand_in, settings.harvest
         )
@@ -55,9 +57,9 @@ class InternalRequests:
                 "vllm_blend: no chat template and no BOS, so chunks are computed after nothing, which "
                 "costs quality; head sets a text."
             )
-        self.pace: Calibration | None = None
+        self.calibration: Calibration | None = None
         if settings.store is not None:
-            self.pace = Calibration.of(vllm_config, settings, self._make)
+            self.calibration = Calibration.of(vllm_config, settings, self._make)
         self.background = BackgroundPrefill(
             chunks, longest, settings.background_share, self._make, self._scoring
         )
@@ -69,31 +71,33 @@ class InternalRequests:
     @property
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
-        return (not self._measured()) + self.background.num_waiting
+        return 0 if self.stopped else (not self._measured()) + self.background.num_waiting
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
 
     def measures(self, request_id: str) -> bool:
         """Whether it is a request of the measurement."""
-        return self.pace is not None and self.pace.is_mine(request_id)
+        return self.calibration is not None and self.calibration.is_mine(request_id)
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
+        if self.stopped and (self._measured() or not num_unfinished):
+            return []
         if self._measured():
             return self.background.start(idle=num_unfinished <= self.background.num_running)
-        assert self.pace is not None
-        return self.pace.start()
+        assert self.calibration is not None
+        return self.calibration.start()
 
     def finish(self, request_id: str, output: Any = None) -> None:
         """One of its requests has ended with vLLM's engine output; None: it was aborted."""
         if self.background.is_mine(request_id):
-            self.background.finish(request_id, completed=output is not None)
-        elif self.pace is not None:
-            self.pace.finish(completed=output is not None)
-            if self.pace.done:
-                self._chunks.refuse(PACE_KEY)  # what it was measured with is not needed any more
-                logger.info("vllm_blend: %s", self.pace)
+            self.background.finish(request_id)
+        elif self.calibration is not None:
+            self.calibration.finish(completed=output is not None)
+            if self.calibration.done:
+                self._chunks.refuse(CALIBRATION_KEY)  # what it was measured with is not needed any more
+                logger.info("vllm_blend: %s", self.calibration)
                 self._on_measured()
 
     def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
@@ -104,7 +108,7 @@ class InternalRequests:
 
     def _measured(self) -> bool:
         """Whether the engine is measured, or need not be."""
-        return self.pace is None or self.pace.done or not self.pace.wanted
+        return self.calibration is None or self.calibration.done or not self.calibration.wanted
 
     def _make(self, request_id: str, token_ids: list[int], plan: Any) -> Any:
         from vllm import SamplingParams

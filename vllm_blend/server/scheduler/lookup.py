@@ -8,32 +8,37 @@ from dataclasses import dataclass, field, replace
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey, CollectPlan, KeyedSpan
 from vllm_blend.core.prompt import TokenIds
-from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts
+from vllm_blend.server.chunks.askers import ANSWERED
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts, Places
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
-from vllm_blend.server.chunks.token_index import SequenceIndex, Windows
+from vllm_blend.server.chunks.shared_index import SharedIndex
+from vllm_blend.server.chunks.token_index import Windows
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
-from vllm_blend.server.request import BlendRequest, pieces
+from vllm_blend.server.request import MAX_SPANS, BlendRequest, Span, pieces
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 
 LEARNED_TOKENS = 64
 """Auto mode: a text that comes back in another place becomes a chunk from this length on."""
-RECENT_TOKENS = 1_000_000
-"""Auto mode: tokens of past prompts that are remembered, to see what comes back."""
+RECENT_TOKENS, RECENT_TENANTS = 1_000_000, 256
+"""Auto mode: tokens of past prompts that are remembered, to see what comes back in another prompt of
+their tenant; and tenants."""
 
 
 @dataclass
 class Found:
-    """What a prompt has of chunks.
+    """What was found of a request's chunks.
 
     Attributes:
-        spans: with known KV, ascending.
-        missed: chunks that the request names and whose KV is not known.
+        spans: of the prompt, with known KV, ascending.
+        missed: chunks that the request names and that are not in memory.
+        short: chunks that are too short to be reused.
         harvest: kept from this request's prefill.
         num_harvested: of ``spans``, chunks that were kept from another request's prefill.
     """
 
     spans: list[KeyedSpan] = field(default_factory=list)
     missed: int = 0
+    short: int = 0
     harvest: list[CollectPlan] = field(default_factory=list)
     num_harvested: int = 0
 
@@ -47,7 +52,7 @@ class Lookup:
         background: where the others are computed.
         fetches: of the store, where there is one.
         contexts: what chunks are computed after.
-        min_tokens: of a chunk, or a part of one, that is found by content.
+        min_tokens: shorter chunks, and shorter parts of one, are computed afresh.
         max_tokens: of a chunk that is learned.
     """
 
@@ -63,27 +68,35 @@ class Lookup:
         self._chunks, self._background, self._fetches = chunks, background, fetches
         self._contexts = contexts
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
-        self._recent = SequenceIndex(RECENT_TOKENS)
+        self._recent = SharedIndex(RECENT_TOKENS, RECENT_TENANTS)  # by tenant
         self._num_seen = 0
 
-    def __call__(self, tenant: str, tokens: TokenIds, blend_request: BlendRequest) -> Found:
-        """Looks for all chunks of a prompt."""
-        found, missed = Found(), []
-        first_start = blend_request.spans[0][0] if blend_request.spans else 0
-        for (start, end), chunks in zip(
-            blend_request.spans, self.marked(tenant, tokens, blend_request), strict=True
-        ):
+    def __call__(
+        self,
+        tenant: str,
+        tokens: TokenIds,
+        blend_request: BlendRequest,
+        request_id: str = ANSWERED,
+    ) -> Found:
+        """The prompt's chunks; those that are not in memory are kept from its prefill, or asked for."""
+        named = self.marked(tenant, tokens, blend_request)
+        found = Found(short=len(blend_request.spans) - len(named))
+        missed: list[tuple[int, ChunkIds]] = []
+        first_start = named[0][0][0] if named else 0
+        for (start, end), chunks in named:
             key, context = self.known(chunks)
             if key is None or context is None:
                 missed.append((start, chunks[0]))
                 continue
             if context not in self._contexts.suited_at(start, first_start):
-                self.miss(chunks[0])  # the next prompt gets it with the context that suits its place
-            found.spans.append(KeyedSpan(start, end, key, exact=tokens[:start] == context))
+                # the next prompt gets it after what suits its place
+                self.miss(chunks[0], request_id)
+            exact = start == len(context) and tokens[:start] == context
+            found.spans.append(KeyedSpan(start, end, key, exact=exact))
         found.missed = len(missed)
         if blend_request.auto:
             windows = Windows.of(tokens)
-            found.spans += self._find(tenant, windows, found.spans)
+            found.spans += self._find(tenant, windows, found.spans, request_id)
             taken = [(span.start, span.end) for span in found.spans]
             taken += [(start, start + len(chunk.token_ids)) for start, chunk in missed]
             missed += self._learn(tenant, tokens, windows, taken)
@@ -91,22 +104,20 @@ class Lookup:
         # rows of an approximate prompt whose rows are chosen at check layers are not all computed
         harvests = self._contexts.harvest and (blend_request.settings.early or not found.spans)
         starts = [start for start, _ in missed] + [span.start for span in found.spans]
+        first_start = min(starts, default=0)
         for start, chunk in missed:
-            plan = self._harvest(chunk, start, min(starts)) if harvests else None
+            plan = self._harvest(chunk, start, first_start) if harvests else None
             if plan is None:
-                self.miss(chunk)
+                self.miss(chunk, request_id)
             else:
                 found.harvest.append(plan)
-        harvested = HARVESTED, HARVESTED_FIRST
         contexts = [self._chunks.chunk(span.key).context for span in found.spans]
-        found.num_harvested = sum(context in harvested for context in contexts)
+        found.num_harvested = sum(context in (HARVESTED, HARVESTED_FIRST) for context in contexts)
         return found
 
     def _harvest(self, chunk: ChunkIds, start: int, first_start: int) -> CollectPlan | None:
         """A chunk is kept from the prefill of the prompt that has it at ``start``; None: there is no
         room, or it is being kept already."""
-        if len(chunk.token_ids) < self._min_tokens:
-            return None
         context = HARVESTED if start > first_start else HARVESTED_FIRST
         kept = replace(chunk, context=context)
         if (key := self._chunks.reserve(kept)) is None:
@@ -115,16 +126,16 @@ class Lookup:
 
     def marked(
         self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
-    ) -> list[list[ChunkIds]]:
-        """The chunks that a request names, each with all contexts that it may be known by, the one
-        that suits its place best first."""
-        return [
-            [
-                ChunkIds(tenant, tokens[start:end], context)
-                for context in self._contexts.by_fit(start, blend_request.spans[0][0])
-            ]
-            for start, end in blend_request.spans
-        ]
+    ) -> list[tuple[Span, list[ChunkIds]]]:
+        """The chunks that a request names, but for short ones, each after all that it may be known
+        after, what suits its place best first."""
+        spans = [span for span in blend_request.spans if span[1] - span[0] >= self._min_tokens]
+        found = []
+        for start, end in spans:
+            ids = tokens[start:end]
+            contexts = self._contexts.by_fit(start, spans[0][0])
+            found.append(((start, end), [ChunkIds(tenant, ids, context) for context in contexts]))
+        return found
 
     def known(self, chunks: Sequence[ChunkIds]) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
         """The first of these that is in memory: its key, and what it is computed after."""
@@ -133,7 +144,9 @@ class Lookup:
                 return key, chunk.context
         return None, None
 
-    def _find(self, tenant: str, windows: Windows, taken: list[KeyedSpan]) -> list[KeyedSpan]:
+    def _find(
+        self, tenant: str, windows: Windows, taken: list[KeyedSpan], request_id: str
+    ) -> list[KeyedSpan]:
         """Known chunks in the prompt outside the spans that are taken."""
         # the last token's logits start the answer: it is always computed
         prompt = windows.head(len(windows.tokens) - 1)
@@ -143,32 +156,32 @@ class Lookup:
             for run in self._chunks.find(tenant, context, prompt, self._min_tokens)
         ]
         places = [(span.start, span.end) for span in taken]
-        suited = self._contexts.suited(runs, places)
+        suited = self._contexts.suited(runs, places)[: MAX_SPANS - len(taken)]
         first_start = min([start for start, _ in places] + [run.start for run, _ in suited], default=0)
         spans = []
         for run, context in suited:
             assert isinstance(run.key, bytes)
-            before = context + self._chunks.chunk(run.key).token_ids[: run.offset]
-            same_length = len(before) == run.start
-            exact = same_length and windows.tokens[: run.start].tolist() == list(before)
+            exact = False
+            if run.offset == 0 and run.start == len(context):
+                exact = windows.tokens[: run.start].tolist() == list(context)
             spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, exact))
             if context not in (better := self._contexts.suited_at(run.start, first_start)):
-                self.miss(replace(self._chunks.chunk(run.key), context=better[0]))
+                self.miss(replace(self._chunks.chunk(run.key), context=better[0]), request_id)
         return spans
 
-    def miss(self, chunk: ChunkIds) -> None:
+    def miss(self, chunk: ChunkIds, request_id: str = ANSWERED) -> None:
         """A chunk is not in memory: it is fetched, or computed in the background; one that was kept
         from a request's prefill is kept from the next."""
         computes = chunk.context not in (HARVESTED, HARVESTED_FIRST)
         if self._fetches is not None:
-            self._fetches.ask(chunk, computes)
+            self._fetches.ask(chunk, request_id, computes)
         elif computes:
-            self._background.add(chunk)
+            self._background.add(chunk, request_id)
 
     def _learn(
         self, tenant: str, tokens: TokenIds, windows: Windows, taken: Sequence[tuple[int, int]]
     ) -> list[tuple[int, ChunkIds]]:
-        """Text of earlier prompts that comes back after other text becomes a chunk.
+        """Text of a tenant's earlier prompts that comes back after other text becomes a chunk.
 
         Args:
             taken: places of the prompt that are chunks'.
@@ -178,16 +191,15 @@ class Lookup:
         """
         # a chunk that is too short to be found would be learned again and again
         known = windows.head(len(tokens) - 1)
-        starts = [start for start, _ in taken]
-        learned = []
-        for run in self._recent.find(known, max(LEARNED_TOKENS, self._min_tokens)):
-            covered = any(run.start < end and start < run.end for start, end in taken)
-            assert isinstance(run.key, tuple)
-            if run.start > 0 and not covered and run.key[0] == tenant:
+        places, learned = Places(taken), []
+        first_start = places.starts[0] if taken else len(tokens)
+        recent = self._recent.get(tenant)
+        for run in recent.find(known, max(LEARNED_TOKENS, self._min_tokens)) if recent else ():
+            if run.start > 0 and places.are_free(run.start, run.end):
                 for start, end in pieces(run.start, run.end, self._max_tokens):
-                    starts.append(start)
-                    context = self._contexts.at(start, min(starts))
+                    first_start = min(first_start, start)
+                    context = self._contexts.at(start, first_start)
                     learned.append((start, ChunkIds(tenant, tokens[start:end], context)))
         self._num_seen += 1
-        self._recent.add((tenant, self._num_seen), windows)
+        self._recent.add(tenant, self._num_seen, windows)
         return learned

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_blend.core.plans import KeyedPlan, KeyedSpan
-from vllm_blend.core.settings import num_kept
+from vllm_blend.core.step import Blended
 from vllm_blend.server.request import REPORT_KEY
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
-
+CACHED = "vLLM's prefix cache has its chunks"
 FAILED = "blending failed, so it was computed in full; the server's log has the cause"
 
 
@@ -32,6 +32,8 @@ class Reports:
         self._log_requests = log_requests
         self._sizes = sizes
         self._reports: dict[str, dict[str, Any]] = {}
+        self._plans: dict[str, KeyedPlan] = {}
+        self._blended: dict[str, list[Blended]] = {}  # by window, ascending
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -43,7 +45,8 @@ class Reports:
         plan: KeyedPlan | None,
         *,
         missed: int,
-        harvested: int,
+        short: int,
+        harvested: int = 0,
         why_not: str,
         lookup_seconds: float,
         asked: bool,
@@ -52,16 +55,24 @@ class Reports:
         """A request was planned; ``asked``: its client wants to know.
 
         Args:
+            missed: chunks that are not in memory.
+            short: chunks that are too short to be reused.
             harvested: of its reused chunks, those that were kept from another request's prefill, after
                 what stood before them there.
             decided: what the controller decided, and why (``Waiting.told``).
         """
         report = {
             "prompt_tokens": num_prompt_tokens,
+            "chunks": 0,
+            "cached_chunks": 0,
             "missed_chunks": missed,
+            "short_chunks": short,
             "harvested_chunks": harvested,
             "lost_chunks": {},
             "loaded_chunks": 0,
+            "reused_tokens": 0,
+            "recomputed_tokens": 0,
+            "cached_tokens": 0,
             "lookup_seconds": lookup_seconds,
             "why_not": why_not,
             "asked": asked,
@@ -69,9 +80,9 @@ class Reports:
             "counts": True,
             "labels": self._labels,
         }
-        self._reports[request_id] = report | _reused(plan)
-        if self._log_requests:
-            self._log(request_id)
+        self._reports[request_id] = report
+        if plan is not None:
+            self._plans[request_id] = plan
 
     def waited(self, request_id: str, seconds: float, loaded: int) -> None:
         """A request waited for chunks of the store, and ``loaded`` of them came."""
@@ -84,23 +95,25 @@ class Reports:
         report = self._reports.get(request_id)
         if report is None:
             return
-        report |= _reused(plan)
+        if plan is None:
+            self._plans.pop(request_id, None)
+            report["why_not"] = "its chunks were lost"
+        else:
+            self._plans[request_id] = plan
         report["missed_chunks"] += len(spans)
         lost = report["lost_chunks"]
         report["lost_chunks"] = lost | {reason: lost.get(reason, 0) + len(spans)}
-        if plan is None:
-            report["why_not"] = "its chunks were lost"
-        if self._log_requests:
-            self._log(request_id)
 
-    def fail(self, request_id: str) -> None:
-        """A request did not blend as it was planned: that failed, and it was computed in full."""
-        report = self._reports.get(request_id)
-        if report is None:
-            return
-        report |= _reused(None) | {"why_not": FAILED}
-        if self._log_requests:
-            self._log(request_id)
+    def blended(self, done: Blended) -> None:
+        """A step blended a window of a request; after a preemption perhaps once more."""
+        if done.request_id in self._plans:
+            earlier = self._blended.get(done.request_id, [])
+            self._blended[done.request_id] = [w for w in earlier if w.position < done.position] + [done]
+
+    def fail(self, request_id: str, why: str = FAILED) -> None:
+        """A request did not blend as it was planned, and was computed in full."""
+        if request_id in self._reports:
+            self._reports[request_id]["why_not"] = why
 
     def took(self, request_id: str, stages: dict[str, float]) -> None:
         """A step spent time on a request, by stage."""
@@ -114,42 +127,49 @@ class Reports:
         report = self._reports.get(output.request_id)
         if report is None:
             return
+        if output.prefill_stats is not None:  # of the first output
+            self._tell(output.request_id, output.prefill_stats.num_cached_tokens)
         params = output.kv_transfer_params or {}
         output.kv_transfer_params = params | {REPORT_KEY: report | self._sizes()}
         if report["asked"]:  # an answer has the report of its last output
             report["counts"] = False
         else:
-            del self._reports[output.request_id]
+            self.forget(output.request_id)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._reports.pop(request_id, None)
+        self._plans.pop(request_id, None)
+        self._blended.pop(request_id, None)
+
+    def _tell(self, request_id: str, cached: int) -> None:
+        """A request's prompt is there: what was done of it, but for ``cached`` tokens that vLLM had."""
+        report, plan = self._reports[request_id], self._plans.pop(request_id, None)
+        windows = self._blended.pop(request_id, [])
+        report["cached_tokens"] = cached
+        report["reused_tokens"] = reused = sum(window.reused for window in windows)
+        report["recomputed_tokens"] = sum(window.recomputed for window in windows)
+        if plan is not None:
+            report["cached_chunks"] = sum(span.end <= cached for span in plan.spans)
+            if reused:
+                report["chunks"] = len(plan.spans) - report["cached_chunks"]
+            elif not report["why_not"]:
+                report["why_not"] = CACHED if report["cached_chunks"] == len(plan.spans) else FAILED
+        if self._log_requests:
+            self._log(request_id)
 
     def _log(self, request_id: str) -> None:
         report = self._reports[request_id]
-        what = (
-            f"not blended, {report['why_not']}"
-            if report["why_not"]
-            else f"{report['reused_tokens']} of {report['prompt_tokens']} prompt tokens reused in "
-            f"{report['chunks']} chunks"
-        )
+        what = f"not blended, {report['why_not']}"
+        if reused := report["reused_tokens"]:
+            of = f"{reused} of {report['prompt_tokens']} prompt tokens"
+            what = f"{of} reused in {report['chunks']} chunks"
+            what += f"; {report['why_not']}" if report["why_not"] else ""
         lost = sum(report["lost_chunks"].values())
         missed = f"{report['missed_chunks']} chunks missed" + (f", {lost} of them lost" if lost else "")
-        if report["decision"] is not None and not report["why_not"]:
+        if report["decision"] is not None and reused:
             missed += f"; ratio {report['decision']['ratio']:.2f}; {report['decision']['reason']}"
         logger.info("Request %s: %s; %s", request_id, what, missed)
-
-
-def _reused(plan: KeyedPlan | None) -> dict[str, int]:
-    if plan is None:
-        return {"reused_tokens": 0, "recomputed_tokens": 0, "chunks": 0}
-    reused = sum(span.end - span.start for span in plan.spans)
-    ratio = (plan.settings.recomp_ratios or (plan.settings.recomp_ratio,))[-1]
-    return {
-        "reused_tokens": reused,
-        "recomputed_tokens": num_kept(ratio, reused),
-        "chunks": len(plan.spans),
-    }
 
 
 def sizes(num_chunks: int, num_bytes: int, store: dict[str, int]) -> dict[str, dict[str, int]]:

@@ -23,7 +23,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, KeyedPlan
-from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
 from vllm_blend.server.chunks.prefix_cache import (
     BlendKVCacheManager,
@@ -36,6 +35,7 @@ from vllm_blend.server.messages import COMMANDS, Lost, WorkerCommands, WorkerEve
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.request_reports import Reports, sizes
+from vllm_blend.server.scheduler.step_room import StepRoom
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 from vllm_blend.server.scheduler.waiting import State, Waiting
 
@@ -44,8 +44,11 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
 
+STREAMED = "its prompt is streamed, so that its later parts have no places of their own"
+REPLACED = "the model's weights were replaced meanwhile"
 
-class BlendScheduler:
+
+class BlendScheduler(StepRoom):
     """Mixin for vLLM's schedulers."""
 
     # of vLLM's scheduler
@@ -53,9 +56,6 @@ class BlendScheduler:
     vllm_config: Any
     log_stats: bool
     requests: dict[str, Any]
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock: Any = super()
@@ -76,7 +76,7 @@ class BlendScheduler:
             hasher = get_request_block_hasher(self._block_size, hash_fn)
             manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
             manager.blend_block_size = self._block_size
-        self.blend_own = InternalRequests(
+        self.blend_internal = InternalRequests(
             self.vllm_config,
             settings,
             self.blend_chunks,
@@ -84,22 +84,23 @@ class BlendScheduler:
             self._block_size,
             on_measured=self._calibrated,
         )
-        background = self.blend_own.background
+        background = self.blend_internal.background
         self.blend_fetches: Fetches | None = None
         if settings.store is not None:
-            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_own.contexts)
+            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_internal.contexts)
             if settings.auto:
                 self.blend_fetches.claim("")  # so that they are known to the first request
         self.blend_lookup = Lookup(
             self.blend_chunks,
             background,
             self.blend_fetches,
-            self.blend_own.contexts,
+            self.blend_internal.contexts,
             settings.min_chunk_tokens,
             settings.max_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
         self._harvests: dict[str, list[ChunkKey]] = {}  # by request; what is kept of its prefill
+        self._num_weights = 0  # that took the place of others
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
         self._rows_left = self._step_rows
         self._store_stats: dict[str, int] = {}
@@ -123,27 +124,46 @@ class BlendScheduler:
         wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if isinstance(wire, dict):
             blend_request = BlendRequest.from_wire(wire)
-            if self.blend_fetches is None:
+            if request.resumable or request.request_id in self.requests:
+                self._refuse(request, blend_request, STREAMED)
+            elif self.blend_fetches is None:
                 self._plan(request, blend_request)
             else:
-                assert self.blend_own.pace is not None
-                self.blend_own.pace.wanted |= blend_request.paced
+                assert self.blend_internal.calibration is not None
+                self.blend_internal.calibration.wanted |= blend_request.paced
                 self.blend_fetches.waiting[request.request_id] = Waiting(
-                    blend_request, time.monotonic()
+                    blend_request, time.monotonic(), request.request_id
                 )
                 self._advance(self.blend_fetches, request)
         stock.add_request(request)
 
+    def _refuse(self, request: Any, blend_request: BlendRequest, why: str) -> None:
+        """Lets a request be prefilled in full, as by vLLM alone."""
+        params = request.sampling_params
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        self.blend_reports.add(
+            request.request_id,
+            len(request.prompt_token_ids),
+            None,
+            missed=0,
+            short=0,
+            why_not=why,
+            lookup_seconds=0.0,
+            asked=blend_request.report,
+        )
+
     def _advance(self, fetches: Fetches, request: Any) -> Waiting:
         """Takes a waiting request as far as it gets now."""
-        waiting, calibration = fetches.waiting[request.request_id], self.blend_own.pace
+        waiting, calibration = fetches.waiting[request.request_id], self.blend_internal.calibration
         assert calibration is not None
-        tokens, tenant = tuple(request.prompt_token_ids), _tenant(request, waiting.blend_request)
+        tenant = _tenant(request, waiting.blend_request)
         indexed = not waiting.blend_request.auto or fetches.claim(tenant)
         state = waiting.advance(time.monotonic(), calibration.done, indexed)
         if state not in (State.ASK, State.DECIDE):
             return waiting
-        marked = self.blend_lookup.marked(tenant, tokens, waiting.blend_request)
+        tokens = tuple(request.prompt_token_ids)
+        named = self.blend_lookup.marked(tenant, tokens, waiting.blend_request)
+        marked = [chunk for _, chunk in named]
         if state is State.DECIDE:
             fetches.decide(waiting, marked, len(tokens), calibration)
         else:
@@ -151,14 +171,14 @@ class BlendScheduler:
                 chunk
                 for variants in marked
                 if self.blend_lookup.known(variants)[0] is None
-                for chunk in variants[: self.blend_own.contexts.num_suited]
+                for chunk in variants[: self.blend_internal.contexts.num_suited]
             ]
             found = []
             if waiting.blend_request.auto:
                 found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
             if waiting.paced:
                 for chunk in found:
-                    fetches.ask(chunk)
+                    fetches.ask(chunk, request.request_id)
                 fetches.locate(waiting, missing)
             else:
                 fetches.wait(waiting, missing + found)
@@ -182,9 +202,13 @@ class BlendScheduler:
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
         tenant = _tenant(request, blend_request)
-        found = self.blend_lookup(tenant, tokens, blend_request)
-        spans = found.spans
-        why = "" if spans else "no chunk is known yet" if found.missed else "no chunk in the prompt"
+        found = self.blend_lookup(tenant, tokens, blend_request, request.request_id)
+        spans, why = found.spans, ""
+        if not spans:
+            why = "no chunk is known yet" if found.missed else "no chunk in the prompt"
+            if found.short and not found.missed:
+                least = self.blend_settings.min_chunk_tokens
+                why = f"its chunks have fewer than {least} tokens (min_chunk_tokens)"
         settings, decision = blend_request.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
@@ -201,12 +225,13 @@ class BlendScheduler:
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan = whole
             self.blend_chunks.pin(span.key for span in spans)
             if self._caching:
-                name_blocks(request, plan, tenant, self._block_size)
+                name_blocks(request, plan, f"{self._num_weights} {tenant}", self._block_size)
         self.blend_reports.add(
             request.request_id,
             len(tokens),
             plan,
             missed=found.missed,
+            short=found.short,
             harvested=found.num_harvested if spans else 0,
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
@@ -221,11 +246,11 @@ class BlendScheduler:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
-        for request in self.blend_own.start(stock.get_num_unfinished_requests()):
+        for request in self.blend_internal.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
         self._rows_left = self._step_rows
         output = stock.schedule(*args, **kwargs)
-        self.blend_own.background.stalled = not output.num_scheduled_tokens
+        self.blend_internal.background.stalled = not output.num_scheduled_tokens
         commands = WorkerCommands(self.blend_chunks.take_drops())
         if self.blend_fetches is not None:
             commands = self.blend_fetches.take_commands(commands.drop)
@@ -234,81 +259,76 @@ class BlendScheduler:
         setattr(output, STARTED, time.monotonic())
         return output
 
-    def _reserve_prefill_lookahead(self, request: Any, num_computed: int, num_new: int) -> int:
-        """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
-
-        A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
-        chosen among those of one step, and must not depend on what else the step holds. A missed
-        chunk takes no more than clients' requests may wait for. A step computes ``step_rows`` at
-        most, but for a blended prompt that has it to itself.
-        """
-        stock: Any = super()
-        left = request.num_tokens - num_computed
-        background = self.blend_own.background
-        if background.is_mine(request.request_id) and self._cuts:
-            running = request.status == RequestStatus.RUNNING
-            num_new = background.room(request.request_id, left, num_new, running)
-        if request.request_id in self._plans and left > 1 and (window := self._window()):
-            num_new = min(left, window) if num_new >= min(left, window) else 0
-        rows = self._num_rows(request.request_id, num_computed, num_new)
-        if rows > self._rows_left:
-            if rows == num_new:
-                num_new = rows = self._rows_left
-            elif self._rows_left < self._step_rows:
-                return 0
-        self._rows_left = max(0, self._rows_left - rows)
-        return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
-
-    def _num_rows(self, request_id: str, start: int, count: int) -> int:
-        """How many of ``count`` tokens from ``start`` on a step computes, about."""
-        plan = self._plans.get(request_id)
-        if plan is None or not plan.settings.early:  # others compute all rows of the first layers
-            return count
-        ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
-        reused = sum(max(0, end - begin) for begin, end in ends)
-        return count - int((1 - plan.settings.last_ratio) * reused)
-
-    @property
-    def _cuts(self) -> bool:
-        """Whether prefills may be cut."""
-        return bool(self.vllm_config.scheduler_config.enable_chunked_prefill)
-
-    def _window(self) -> int:
-        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts freely."""
-        config = self.vllm_config.scheduler_config
-        decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
-        window = self.max_num_scheduled_tokens - decodes
-        if window < decodes or not self._cuts:
-            return 0
-        return min(window, config.long_prefill_token_threshold or window)
-
     def _calibrated(self) -> None:
         """The engine's times are known."""
-        fetches, pace = self.blend_fetches, self.blend_own.pace
-        if fetches is None or pace is None:
+        fetches, calibration = self.blend_fetches, self.blend_internal.calibration
+        if fetches is None or calibration is None:
             return
-        if pace.done:
-            fetches.computed(*pace.longest)
+        if calibration.done:
+            fetches.computed(*calibration.longest)
         for request_id in fetches.waiting:
             self._advance(fetches, self.requests[request_id])
 
+    def stop_background(self) -> None:
+        """The engine is shutting down: what no client's request waits for is not computed any more."""
+        if self.blend_internal.stopped:
+            return
+        self.blend_internal.stopped = True
+        background = self.blend_internal.background
+        logger.info("vllm_blend: %d chunks are not computed, for the shutdown.", len(background))
+        background.clear()
+        self.finish_requests(
+            [name for name in self.requests if background.is_mine(name)],
+            RequestStatus.FINISHED_ABORTED,
+        )
+
+    def weights_replaced(self) -> None:
+        """The model has other weights than before: no KV of the old ones is reused.
+
+        The model's process has forgotten it already (``plugin/weights.py``).
+        """
+        self._num_weights += 1
+        internal = self.blend_internal
+        self.finish_requests(
+            [name for name in self.requests if internal.is_mine(name)], RequestStatus.FINISHED_ABORTED
+        )
+        if internal.calibration is not None:
+            internal.calibration.forget_kv()
+        for request_id in list(self._harvests):
+            self._end_harvest(request_id)
+        for request_id in list(self._plans):
+            self._give_up(self.requests[request_id], 0, None)
+            self.blend_reports.fail(request_id, REPLACED)
+        self.blend_chunks.clear()
+        if self.blend_fetches is not None:
+            self.blend_fetches.renew()
+
     def has_requests(self) -> bool:
         stock: Any = super()
-        if stock.has_requests():
-            return True
-        waiting = self.blend_own.num_waiting > 0 or bool(self.blend_fetches)
+        if stock.has_requests() or self.blend_internal.stopped:
+            return bool(stock.has_requests())
+        waiting = self.blend_internal.num_waiting > 0 or bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
         finished = stock.finish_requests(*args, **kwargs)
         for request in finished:
-            self._forget(request.request_id)
-            if self.blend_own.is_mine(request.request_id):
-                self.blend_own.finish(request.request_id)
+            # vLLM ends a request so, too, when a stop string ends its answer
+            self._forget(request.request_id, answered=request.num_output_tokens > 0)
+            if self.blend_internal.is_mine(request.request_id):
+                self.blend_internal.finish(request.request_id)
         return finished
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, answered: bool) -> None:
+        background = self.blend_internal.background
+        if answered:
+            background.askers.answered(request_id)
+        else:
+            for key in background.askers.left(request_id):
+                background.remove(key)
+                if self.blend_fetches is not None:
+                    self.blend_fetches.remove(key)
         self.blend_reports.forget(request_id)
         if self.blend_fetches is not None:
             self.blend_fetches.waiting.pop(request_id, None)
@@ -322,14 +342,14 @@ class BlendScheduler:
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         stock: Any = super()
         scheduled = scheduler_output.num_scheduled_tokens
-        own, started = self.blend_own, getattr(scheduler_output, STARTED, None)
-        own.background.earn(sum(n for name, n in scheduled.items() if not own.is_mine(name)))
+        internal, started = self.blend_internal, getattr(scheduler_output, STARTED, None)
+        internal.background.earn(sum(n for name, n in scheduled.items() if not internal.is_mine(name)))
         seconds = time.monotonic() - started if started else 0.0
-        if scheduled and all(map(own.background.is_mine, scheduled)):
-            own.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
-        if self.blend_fetches is not None and own.pace is not None and started:
-            own.pace.step_took(scheduled, seconds)
-            if not self._plans.keys() & scheduled.keys() and not any(map(own.measures, scheduled)):
+        if scheduled and all(map(internal.background.is_mine, scheduled)):
+            internal.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
+        if self.blend_fetches is not None and internal.calibration is not None and started:
+            internal.calibration.step_took(scheduled, seconds)
+            if not self._plans.keys() & scheduled.keys() and not any(map(internal.measures, scheduled)):
                 self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
         self._learn_of(WorkerEvents.of(model_output))
         results = stock.update_from_output(scheduler_output, model_output)
@@ -341,15 +361,16 @@ class BlendScheduler:
         """Notes what the model's process tells."""
         for request_id, stages in events.seconds.items():
             self.blend_reports.took(request_id, stages)
+        for blended in events.blended:
+            self.blend_reports.blended(blended)
         for request_id in events.prefilled:
             self.blend_reports.fail(request_id)
         for lost in events.lost:
             self._lose(lost)
         for key in events.kept:
-            chunk = self.blend_chunks.coming(key)  # None: its request was aborted meanwhile
-            if chunk is not None and chunk.context in (HARVESTED, HARVESTED_FIRST):
+            if (chunk := self.blend_chunks.coming(key)) is not None:  # else its request was aborted
                 self.blend_chunks.commit(key)
-                self.blend_own.background.score(key, chunk)
+                self.blend_internal.background.came(key, chunk)
         for key, found in events.fetched.items():
             assert self.blend_fetches is not None
             self.blend_fetches.answer(key, found)
@@ -388,36 +409,43 @@ class BlendScheduler:
         spans = [s for s in plan.spans if s.key == lost.key and s.end > lost.computed]
         if not spans:  # it has their tokens from the prefix cache
             return
-        self.blend_chunks.unpin(span.key for span in spans)
         left = tuple(span for span in plan.spans if span not in spans)
-        del self._plans[lost.request_id], request.sampling_params.extra_args[EXTRA_ARG]
         new = replace(plan, spans=left) if left else None
-        if new is not None:
-            self._plans[lost.request_id] = request.sampling_params.extra_args[EXTRA_ARG] = new
-        if self._caching:
-            start = max(lost.computed, plan.spans[0].start)
-            disown_blocks(request, start, self.kv_cache_manager)
+        self._give_up(request, lost.computed, new)
         self.blend_reports.lose(lost.request_id, spans, lost.reason, new)
+
+    def _give_up(self, request: Any, computed: int, new: KeyedPlan | None) -> None:
+        """Gives a request another plan, or none; its blocks behind ``computed`` tokens are its own."""
+        plan = self._plans.pop(request.request_id)
+        params = request.sampling_params
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
+        if new is not None:
+            self._plans[request.request_id] = params.extra_args[EXTRA_ARG] = new
+            self.blend_chunks.pin(span.key for span in new.spans)
+        self.blend_chunks.unpin(span.key for span in plan.spans)
+        if self._caching:
+            disown_blocks(request, max(computed, plan.spans[0].start), self.kv_cache_manager)
 
     def _took(self, output: Any) -> bool:
         """Takes an output of the engine's own; adds what was reused to others."""
         request_id, ended = output.request_id, output.finish_reason is not None
-        if self.blend_own.is_mine(request_id):
+        if self.blend_internal.is_mine(request_id):
             if ended:
-                self.blend_own.finish(request_id, output)
+                self.blend_internal.finish(request_id, output)
             return True
         for chunk in self._end_harvest(request_id):  # its prefill has ended: the prefix cache had part
-            self.blend_lookup.miss(self.blend_own.contexts.by_itself(chunk))
+            self.blend_lookup.miss(self.blend_internal.contexts.by_itself(chunk))
         self.blend_reports.attach(output)
         if ended:
-            self._forget(request_id)
+            self._forget(request_id, answered=True)
         return False
 
     def _sizes(self) -> dict[str, Any]:
         host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
         return sizes(*host, self._store_stats) | {
-            "computed_chunks": self.blend_own.background.num_computed,
-            "waiting_chunks": len(self.blend_own.background),
+            "computed_chunks": self.blend_internal.background.num_computed,
+            "waiting_chunks": len(self.blend_internal.background) + len(self.blend_fetches or ()),
+            "dropped_chunks": self.blend_internal.background.num_dropped,
             "evicted_chunks": self.blend_chunks.num_evicted,
         }
 

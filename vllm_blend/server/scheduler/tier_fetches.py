@@ -9,26 +9,30 @@ Where the ratio is ``"auto"``, chunks are first looked for, and only those that 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey
-from vllm_blend.core.prompt import TokenIds
+from vllm_blend.server.chunks.askers import ANSWERED
 from vllm_blend.server.chunks.chunk_contexts import Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
-from vllm_blend.server.chunks.token_index import SequenceIndex, Windows
-from vllm_blend.server.internal.background_prefill import BackgroundPrefill
+from vllm_blend.server.chunks.fair_queue import FairQueue
+from vllm_blend.server.chunks.shared_index import SharedIndex
+from vllm_blend.server.chunks.token_index import Windows
+from vllm_blend.server.internal.background_prefill import MAX_WAITING_TOKENS, BackgroundPrefill
 from vllm_blend.server.internal.calibration import Calibration
 from vllm_blend.server.messages import Place, WorkerCommands
-from vllm_blend.server.scheduler.waiting import State, Waiting
+from vllm_blend.server.scheduler.waiting import Waiting
 from vllm_blend.store.controller import Located
 from vllm_blend.store.load_time import LoadTime
 
 MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
-FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
-"""Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants; with a
-stand-in, of a tenant's chunks computed after the same, and such sets."""
+FOUND_TOKENS, FOUND_SHELVES = 2_000_000, 256
+"""Auto mode: tokens of chunks in lower tiers that are found by content, and sets of a tenant's chunks
+that were computed behind the same."""
+MAX_PENDING = 64
+"""Chunks that the model's process looks for and loads at once; the others wait here."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -39,7 +43,7 @@ class Fetches:
     Args:
         chunks: where those that are there become known.
         background: where the others are computed.
-        contexts: what chunks are computed after.
+        contexts: what chunks are computed behind.
     """
 
     def __init__(
@@ -49,69 +53,103 @@ class Fetches:
         self._chunks = chunks
         self._background = background
         self._contexts = contexts
-        self._pending: dict[ChunkKey, ChunkIds] = {}
-        self._to_compute: set[ChunkKey] = set()  # of these, where they are not to be had
-        self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
+        self._askers = background.askers
+        self._to_ask = FairQueue(MAX_WAITING_TOKENS)
+        self._pending: dict[ChunkKey, ChunkIds] = {}  # asked for in the model's process
+        self._to_compute: set[ChunkKey] = set()  # of those that were asked for, if no tier has them
+        self._waiters: defaultdict[ChunkKey, list[Waiting]] = defaultdict(list)
         self._to_locate: dict[ChunkKey, ChunkIds] = {}
-        # by tenant and context, the last used last: chunks that are not in memory
-        self._below: OrderedDict[tuple[str, TokenIds], SequenceIndex] = OrderedDict()
-        self._claims: dict[str, bool] = {}  # whether the tenant's chunks on disk are known
+        self._seekers: defaultdict[ChunkKey, list[Waiting]] = defaultdict(list)
+        # by tenant and context: chunks that are not in memory
+        self._below = SharedIndex(FOUND_TOKENS, FOUND_SHELVES)
+        # tenants whose chunks on disk are known, will be, and are to be asked for
+        self._claimed: set[str] = set()
+        self._claiming: set[str] = set()
         self._to_claim: list[str] = []
-        chunks.on_evict = self._evicted
+        chunks.on_evict = self._note
         self._loads: dict[str, LoadTime] = {}
         self._token_seconds = 0.0  # of a prefill, a token; not known yet
 
     def __len__(self) -> int:
-        return len(self._pending) + list(self._claims.values()).count(False)
+        return len(self._to_ask) + len(self._pending) + len(self._claiming)
 
-    def ask(self, chunk: ChunkIds, compute: bool = True) -> ChunkKey | None:
-        """Asks for a chunk; None if it is being computed, or here, already.
+    def ask(self, chunk: ChunkIds, request_id: str = ANSWERED, compute: bool = True) -> ChunkKey | None:
+        """Asks for a chunk; None if it is being computed, or here, already, or too many wait.
 
         Args:
             compute: where it is not to be had, it is computed in the background.
         """
         key = chunk_key(chunk)
         if key in self._background or key in self._chunks:
+            self._background.add(chunk, request_id)  # it waits for it too
             return None
+        self._askers.ask(key, request_id)
         if compute:
             self._to_compute.add(key)
-        if key not in self._pending:
-            self._pending[key] = chunk
-            self._to_ask.append((key, chunk))
+        if key not in self._pending and key not in self._to_ask:
+            dropped = self._to_ask.add(key, chunk)
+            self._background.num_dropped += len(dropped)
+            for other in dropped:
+                self._askers.forget(other)
+                self._ended(other)
+            if key in dropped:
+                return None
         return key
+
+    def remove(self, key: ChunkKey) -> None:
+        """Nobody waits for a chunk any more."""
+        self._to_ask.remove(key)
+        self._ended(key)
+
+    def clear(self) -> None:
+        """Asks for nothing more."""
+        while self._to_ask:
+            key, _ = self._to_ask.pop()
+            self._askers.forget(key)
+            self._ended(key)
+
+    def renew(self) -> None:
+        """The store has other chunks now: what was asked of it, or known, is forgotten."""
+        self.clear()
+        for key in [*self._pending, *self._waiters]:
+            self._askers.forget(key)
+            self._ended(key)
+        self._pending.clear()
+        self._below = SharedIndex(FOUND_TOKENS, FOUND_SHELVES)
+        self._claimed.clear()
+        self._to_claim = list(self._claiming)
 
     def locate(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait until it is known where chunks are."""
         request.locate({chunk_key(chunk): chunk for chunk in missing}, time.monotonic())
         self._to_locate |= request.looked_for
+        for key in request.looked_for:
+            self._seekers[key].append(request)
 
     def found(self, key: ChunkKey, place: Place) -> None:
         """Where a chunk is."""
-        for request in self.waiting.values():
-            if key in request.looked_for:
-                request.places[key] = place
+        for request in self._seekers.pop(key, ()):
+            request.places[key] = place
 
     def claim(self, tenant: str) -> bool:
         """Whether a tenant's chunks on disk are known; if not, they will be."""
-        if tenant not in self._claims:
-            self._claims[tenant] = False
+        if tenant not in self._claimed and tenant not in self._claiming:
+            self._claiming.add(tenant)
             self._to_claim.append(tenant)
-        return self._claims[tenant]
+        return tenant in self._claimed
 
     def claimed(self, tenant: str, chunks: Sequence[ChunkIds]) -> None:
         """A tenant's chunks on disk, most recently used first."""
-        self._claims[tenant] = True
-        self._index((tenant, self._contexts.later))
+        self._claiming.discard(tenant)
+        self._claimed.add(tenant)
+        self._forget(self._below.open((tenant, self._contexts.later)))
         for chunk in reversed(chunks):
             self._note(chunk_key(chunk), chunk)
 
     def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[ChunkIds]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
-        indexes = {
-            context: self._index((tenant, context))
-            for context in self._contexts.known
-            if (tenant, context) in self._below
-        }
+        contexts = self._contexts.known
+        indexes = {c: index for c in contexts if (index := self._below.get((tenant, c))) is not None}
         if not indexes:
             return []
         prompt = Windows.of(token_ids)
@@ -122,23 +160,14 @@ class Fetches:
         }
         return [chunk for chunk in found.values() if self._chunks.get(chunk) is None]
 
-    def _evicted(self, key: ChunkKey, chunk: ChunkIds) -> None:
-        self._note(key, chunk)
-
     def _note(self, key: ChunkKey, chunk: ChunkIds) -> None:
-        self._index(chunk.shelf).add(key, Windows.of(chunk.token_ids))
+        self._forget(self._below.add(chunk.shelf, key, Windows.of(chunk.token_ids)))
 
-    def _index(self, shelf: tuple[str, TokenIds]) -> SequenceIndex:
-        """A tenant's chunks that are not in memory; those of tenants that were not seen for long go."""
-        index = self._below.setdefault(shelf, SequenceIndex(FOUND_TOKENS))
-        self._below.move_to_end(shelf)
-        while len(self._below) > 1 and (
-            len(self._below) > FOUND_TENANTS
-            or sum(one.num_tokens for one in self._below.values()) > 2 * FOUND_TOKENS
-        ):
-            gone, _ = self._below.popitem(last=False)
-            self._claims.pop(gone[0], None)  # if it comes back, its chunks on disk are looked for again
-        return index
+    def _forget(self, shelves: Iterable[Hashable]) -> None:
+        """If these tenants come back, their chunks on disk are looked for again."""
+        for shelf in shelves:
+            assert isinstance(shelf, tuple)
+            self._claimed.discard(shelf[0])
 
     def learn(self, loads: dict[str, tuple[float, float]]) -> None:
         """How long loads take, by tier: seconds, and seconds a byte."""
@@ -150,12 +179,12 @@ class Fetches:
         request: Waiting,
         marked: Sequence[Sequence[ChunkIds]],
         num_tokens: int,
-        pace: Calibration,
+        calibration: Calibration,
     ) -> None:
         """Decides which marked chunks a request waits for, by where they are; it then waits.
 
         Args:
-            marked: the chunks that the request names, each with all contexts that it may be known by.
+            marked: the chunks that the request names, each after all that it may be known after.
             num_tokens: of its prompt.
         """
         chunks: list[Located] = []
@@ -173,7 +202,7 @@ class Fetches:
             else:
                 chunks.append(Located(size, num_bytes, tier if num_bytes else None))
         other = num_tokens - sum(chunk.num_tokens for chunk in chunks)
-        decision = pace.decide(chunks, self._loads, other)
+        decision = calibration.decide(chunks, self._loads, other)
         request.decision, request.tiers = decision, tuple(tiers)
         of_key = zip(keys, nearest, decision.load, strict=True)
         self.wait(request, [c for key, c, load in of_key if load and key in request.looked_for])
@@ -192,37 +221,54 @@ class Fetches:
     def take_commands(self, drop: tuple[ChunkKey, ...]) -> WorkerCommands:
         """What the model's process is to do; ``drop`` beside it."""
         contexts = frozenset(self._contexts.known)
+        fetch = []
+        while self._to_ask and len(self._pending) < MAX_PENDING:
+            fetch.append(self._to_ask.pop())
+            self._pending.update(fetch[-1:])
         commands = WorkerCommands(
             drop,
-            fetch=tuple(self._to_ask),
+            fetch=tuple(fetch),
             locate=tuple(self._to_locate.items()),
             claim=tuple((tenant, contexts) for tenant in self._to_claim),
         )
-        self._to_ask, self._to_locate, self._to_claim = [], {}, []
+        self._to_locate, self._to_claim = {}, []
         return commands
 
     def answer(self, key: ChunkKey, found: bool) -> None:
         """The model's process has the chunk now, or cannot have it."""
-        chunk = self._pending.pop(key)
-        if not found and chunk.shelf in self._below:
-            self._below[chunk.shelf].remove(key)
-        compute = key in self._to_compute
-        self._to_compute.discard(key)
-        if not found:
-            if compute:
-                self._background.add(chunk)
-        elif self._chunks.reserve(chunk) is None:
-            self._chunks.refuse(key)
+        chunk = self._pending.pop(key, None)
+        if chunk is None:
+            if found and key not in self._chunks:
+                self._chunks.refuse(key)  # nobody wants it any more
+            return
+        if found:
+            self._askers.forget(key)
+            if self._chunks.reserve(chunk) is None:
+                self._chunks.refuse(key)
+            else:
+                self._chunks.commit(key)
         else:
-            self._chunks.commit(key)
-        for request in self.waiting.values():
-            if request.state is State.CHUNKS and not request.chunks & self._pending.keys():
-                request.come(time.monotonic())
+            self._below.remove(chunk.shelf, key)
+            if key not in self._to_compute:
+                self._askers.forget(key)
+            elif key in self._askers:
+                self._background.add(chunk, None)
+        self._ended(key)
+
+    def _ended(self, key: ChunkKey) -> None:
+        """A chunk has come, or will not come."""
+        self._to_compute.discard(key)
+        for request in self._waiters.pop(key, ()):
+            request.come(key, time.monotonic())
 
     def wait(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait for chunks."""
+        name = request.request_id
         compute = not self._contexts.harvest  # else it is kept from the request's own prefill
-        asked = {key: chunk for chunk in missing if (key := self.ask(chunk, compute)) is not None}
+        keys = ((self.ask(chunk, name, compute), chunk) for chunk in missing)
+        asked = {key: chunk for key, chunk in keys if key is not None}
+        for key in asked:
+            self._waiters[key].append(request)
         num_tokens = sum(len(chunk.token_ids) for chunk in asked.values())
         seconds = max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3)) if asked else 0.0
         request.wait(asked, time.monotonic(), seconds)

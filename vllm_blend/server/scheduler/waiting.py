@@ -46,6 +46,7 @@ class Waiting:
     Args:
         blend_request: what it asks for.
         now: in seconds, as all times here.
+        request_id: whose chunks they are.
 
     Attributes:
         state: see above.
@@ -60,12 +61,13 @@ class Waiting:
         tiers: where each marked chunk was; None: nowhere.
     """
 
-    def __init__(self, blend_request: BlendRequest, now: float) -> None:
-        self.blend_request = blend_request
+    def __init__(self, blend_request: BlendRequest, now: float, request_id: str = "") -> None:
+        self.blend_request, self.request_id = blend_request, request_id
         self.paced = blend_request.paced and bool(blend_request.spans)
         self.looked_for: dict[ChunkKey, ChunkIds] = {}
         self.places: dict[ChunkKey, Place] = {}
         self.chunks: frozenset[ChunkKey] = frozenset()
+        self._to_come: set[ChunkKey] = set()
         self.asked_at = self.until = now
         self.decision: Decision | None = None
         self.tiers: tuple[str | None, ...] = ()
@@ -85,7 +87,7 @@ class Waiting:
             waited = 0.0
         if self.state is State.INDEX and (not self.blend_request.auto or indexed or waited >= LOCATE_S):
             self._enter(State.ASK, now)
-        all_found = self.places.keys() >= self.looked_for.keys()
+        all_found = len(self.places) == len(self.looked_for)
         if self.state is State.PLACES and (all_found or waited >= LOCATE_S):
             self._enter(State.DECIDE, now)
         if self.state is State.CHUNKS and now >= self.until:
@@ -104,11 +106,14 @@ class Waiting:
         if self.state is State.ASK:
             self.asked_at = now
         self.chunks, self.until = frozenset(chunks), now + seconds
+        self._to_come = set(self.chunks)
         self._enter(State.CHUNKS, now)
 
-    def come(self, now: float) -> None:
-        """All of its chunks are here, or cannot be had."""
-        self.until = min(self.until, now)
+    def come(self, key: ChunkKey, now: float) -> None:
+        """One of its chunks is here, or cannot be had; with the last of them its wait ends."""
+        self._to_come.discard(key)
+        if not self._to_come:
+            self.until = min(self.until, now)
 
     def seconds(self, now: float) -> float | None:
         """How long it has waited for chunks and their places; None: it asked for none."""

@@ -125,6 +125,17 @@ class ChunkCache:
             if self.tiers is not None:
                 self.tiers.forget(key)
 
+    def renew(self, weights: str) -> None:
+        """Forgets all chunks, since the model has other weights now.
+
+        Args:
+            weights: which, for the store's keys.
+        """
+        self.drop(list(self._chunks))
+        self._lost = []
+        if self.tiers is not None:
+            self.tiers.renew(weights)
+
     def collect_events(self) -> WorkerEvents | None:
         """What there is to tell the scheduler, but for times."""
         events = WorkerEvents(lost=self._lost, kept=self._kept)

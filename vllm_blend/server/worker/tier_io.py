@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core import tensor_parallel
@@ -40,7 +41,7 @@ class TierIO:
 
     def __init__(self, store: ChunkStore, model_key: ModelKey) -> None:
         self.store = store
-        self._model_key = model_key
+        self._model_key = self._first_key = model_key
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="chunk-fetch")
         self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
@@ -73,6 +74,18 @@ class TierIO:
             store.close()
             raise
         return cls(store, key)
+
+    def renew(self, weights: str) -> None:
+        """Keeps chunks under other keys from now on, and forgets those that were asked for.
+
+        Args:
+            weights: names the model's weights, if they are not those of its start; else empty.
+        """
+        first = self._first_key
+        self._model_key = replace(first, weights=f"{first.weights} {weights}") if weights else first
+        for asked in (self._fetches, self._puts, self._looks, self._claims, self._names):
+            asked.clear()
+        self._on_disk = None
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
         """Keeps a chunk, later; False if too much waits already."""

@@ -1,0 +1,75 @@
+"""How much of a step a request takes: a part of the mixin for vLLM's scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_blend.core.plans import KeyedPlan
+from vllm_blend.server.internal.internal_requests import InternalRequests
+
+
+class StepRoom:
+    """Lets a blended prompt wait for a step that has room for it, and bounds a missed chunk's part."""
+
+    # of vLLM's scheduler
+    vllm_config: Any
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    num_spec_tokens: int
+
+    blend_internal: InternalRequests
+    _plans: dict[str, KeyedPlan]
+    _step_rows: int
+    _rows_left: int
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed: int, num_new: int) -> int:
+        """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
+
+        A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
+        chosen among those of one step, and must not depend on what else the step holds. A missed
+        chunk takes no more than clients' requests may wait for. A step computes ``step_rows`` at
+        most, but for a blended prompt that has it to itself.
+        """
+        stock: Any = super()
+        left = request.num_tokens - num_computed
+        background = self.blend_internal.background
+        if background.is_mine(request.request_id) and self._cuts:
+            running = request.status == RequestStatus.RUNNING
+            num_new = background.room(request.request_id, left, num_new, running)
+        if request.request_id in self._plans and left > 1 and (window := self._window()):
+            num_new = min(left, window) if num_new >= min(left, window) else 0
+        rows = self._num_rows(request.request_id, num_computed, num_new)
+        if rows > self._rows_left:
+            if rows == num_new:
+                num_new = rows = self._rows_left
+            elif self._rows_left < self._step_rows:
+                return 0
+        self._rows_left = max(0, self._rows_left - rows)
+        return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+
+    def _num_rows(self, request_id: str, start: int, count: int) -> int:
+        """How many of ``count`` tokens from ``start`` on a step computes, about."""
+        plan = self._plans.get(request_id)
+        if plan is None or start >= plan.spans[-1].end:
+            return count
+        if not plan.settings.early:  # all rows of the first layers are computed
+            return count
+        ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
+        reused = sum(max(0, end - begin) for begin, end in ends)
+        return count - int((1 - plan.settings.last_ratio) * reused)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether prefills may be cut."""
+        return bool(self.vllm_config.scheduler_config.enable_chunked_prefill)
+
+    def _window(self) -> int:
+        """Tokens of a prompt that fit a step beside running decodes; 0: too few, vLLM cuts freely."""
+        config = self.vllm_config.scheduler_config
+        decodes = self.max_num_running_reqs * (1 + self.num_spec_tokens)
+        window = self.max_num_scheduled_tokens - decodes
+        if window < decodes or not self._cuts:
+            return 0
+        return min(window, config.long_prefill_token_threshold or window)
