@@ -21,6 +21,7 @@ from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.probe import Probing
 from vllm_blend.plugin.hooks import add_events
 from vllm_blend.server.messages import WorkerEvents
+from vllm_blend.server.request import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +153,34 @@ def test_exact_and_approximate_blocks_do_not_mix(server: Engine) -> None:
 
 
 def test_tenants_do_not_share(server: Engine) -> None:
+    """A tenant is what a gateway says it is, by the cache salt, not what a request says."""
     prompt, spans = prompt_of(server, [7])
-    outputs(server, [prompt], [{"spans": spans, "tenant": "a"}])
+    outputs(server, [prompt], [{"spans": spans}], cache_salt="a")
     drain(server)
-    for tenant, reused in (("a", 100), ("b", 0), ("", 0)):
-        (found,) = outputs(server, [prompt], [{"spans": spans, "tenant": tenant} | REPORT])
-        assert report(found)["reused_tokens"] == reused, tenant
+    for salt, reused in (("a", 100), ("b", 0), (None, 0)):
+        (found,) = outputs(server, [prompt], [{"spans": spans} | REPORT], cache_salt=salt)
+        assert report(found)["reused_tokens"] == reused, salt
+    with pytest.raises(VLLMValidationError, match="key 'tenant', which this server's client_fields"):
+        outputs(server, [prompt], [{"spans": spans, "tenant": "a"} | REPORT], cache_salt="b")
+
+
+def test_every_answer_tells_whether_it_was_blended(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [8])
+
+    def told(field: Any) -> Any:
+        scheduler(server).reset_prefix_cache()
+        return outputs(server, [prompt], [field], max_tokens=3)[0].kv_transfer_params
+
+    assert told({"spans": spans}) is None  # computed in full: nothing to tell
+    drain(server)
+    assert told({"spans": spans, "recomp_ratio": 0.1}) == {
+        "blend": {"reused_tokens": 100, "recomputed_tokens": 10}
+    }
+    assert told(None) is None
+    asked = told({"spans": spans} | REPORT)["blend"]
+    assert asked["reused_tokens"] == 100
+    assert not SIZES & asked.keys()  # what others have stored is none of a client's business
+    assert told(REPORT)["blend"]["why_not"] == "no chunk in the prompt"
 
 
 def test_known_chunks_are_found_anywhere(server: Engine) -> None:

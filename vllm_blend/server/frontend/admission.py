@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 from vllm_blend.core.plans import EXTRA_ARG
 from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
 from vllm_blend.server.frontend import metrics
-from vllm_blend.server.request import REPORT_KEY, SPANS_KEY, BlendRequest
+from vllm_blend.server.request import (
+    REPORT_KEY,
+    SIZES,
+    SPANS_KEY,
+    WHY_NOT_KEY,
+    BlendRequest,
+    Span,
+    sign,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,20 +42,11 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
                 "BlendPlan to an LLM in this process"
             )
         return
-    marked = prompt.get(SPANS_KEY, ()) if isinstance(prompt, dict) else ()
-    spans = tuple((start, end) for start, end in marked)
-    defaults = BlendRequest(
-        spans=spans,
-        auto=settings.auto,
-        settings=settings.blend,
-        paced=settings.paced,
-        floor=settings.quality_floor,
-    )
+    rendered = prompt if isinstance(prompt, dict) else {}
+    spans = tuple((start, end) for start, end in rendered.get(SPANS_KEY, ()))
     params = request.sampling_params
+    blend_request = parse(settings, field, spans, rendered.get(WHY_NOT_KEY, ""))
     try:
-        blend_request = BlendRequest.parse(field, defaults)
-        if blend_request.paced and settings.store is None:
-            raise ValueError(NO_STORE)
         if field is not None and not blend_request.off:
             check_can_blend(request)
         blend_request.settings.check_architecture([vllm_config.model_config.architecture])
@@ -55,11 +54,43 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         blend_request.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
     except ValueError as error:
         raise _refusal(str(error)) from None
-    wanted = (
-        not blend_request.off and (blend_request.spans or blend_request.auto) and _can_blend(request)
-    )
+    asks = blend_request.spans or blend_request.auto or blend_request.report
+    wanted = not blend_request.off and asks and _can_blend(request)
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k != EXTRA_ARG}
     params.extra_args = extra_args | ({EXTRA_ARG: blend_request.to_wire()} if wanted else {})
+
+
+def parse(
+    settings: ServerSettings, field: Any, spans: tuple[Span, ...] = (), why_not: str = ""
+) -> BlendRequest:
+    """What a request asks for.
+
+    Args:
+        settings: the server's.
+        field: the client's ``blend`` field, or None.
+        spans: of the chunks that are marked in its text.
+        why_not: why not all of them have one; empty: they have.
+
+    Raises:
+        VLLMValidationError: names what is wrong with the field.
+    """
+    defaults = BlendRequest(
+        spans=spans,
+        auto=settings.auto,
+        settings=settings.blend,
+        paced=settings.paced,
+        floor=settings.quality_floor,
+        parts=settings.parts,
+        separator=settings.separator,
+        why_not=why_not,
+    )
+    try:
+        found = BlendRequest.parse(field, defaults, settings.client_limits)
+        if found.paced and settings.store is None:
+            raise ValueError(NO_STORE)
+    except ValueError as error:
+        raise _refusal(str(error)) from None
+    return found
 
 
 def check_can_blend(request: Any) -> None:
@@ -82,20 +113,23 @@ def _can_blend(request: Any) -> bool:
 
 
 def count_reports(outputs: list[Any]) -> None:
-    """Counts the engine's reports, and leaves in the outputs those that a client asked for."""
+    """Counts the engine's reports; leaves in the outputs what clients are told.
+
+    A client that asked has its report, any other whose request was blended a ``sign``.
+    """
     for output in outputs:
         params = output.kv_transfer_params
         if params is None or REPORT_KEY not in params:
             continue
         report = dict(params[REPORT_KEY])
-        labels = report.pop("labels")
-        if report.pop("counts"):
+        labels = report.pop("labels", ())
+        if report.pop("counts", False):
             metrics.count(report, labels)
-        if report.pop("asked"):
-            output.kv_transfer_params = params | {REPORT_KEY: report}
-        else:
-            rest = {key: value for key, value in params.items() if key != REPORT_KEY}
-            output.kv_transfer_params = rest or None
+        told = report if report.pop("asked", False) else sign(report)
+        if not report.pop("tells_sizes", False):
+            told = {key: value for key, value in told.items() if key not in SIZES}
+        rest = {key: value for key, value in params.items() if key != REPORT_KEY}
+        output.kv_transfer_params = (rest | {REPORT_KEY: told} if told else rest) or None
 
 
 def _refusal(message: str) -> Exception:

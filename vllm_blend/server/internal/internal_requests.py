@@ -47,7 +47,14 @@ class InternalRequests:
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
-        self.contexts = chunk_contexts(vllm_config, settings.system, settings.head, settings.stand_in)
+        self.contexts = chunk_contexts(
+            vllm_config,
+            settings.system,
+            settings.head,
+            settings.stand_in,
+            settings.chat_template,
+            settings.chat_template_kwargs,
+        )
         if not self.contexts.first:
             logger.warning(
                 "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "

@@ -101,7 +101,7 @@ class BlendScheduler:
         self._store_stats: dict[str, int] = {}
         engine = self.vllm_config.parallel_config.data_parallel_index
         labels = self.vllm_config.model_config.served_model_name, str(engine)
-        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
+        self.blend_reports = Reports(labels, settings.log_requests, self._sizes, settings.report_sizes)
         if window := self._window():
             logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
         elif self._cuts:
@@ -174,7 +174,8 @@ class BlendScheduler:
         tokens = tuple(request.prompt_token_ids)
         tenant = _tenant(request, blend_request)
         spans, missed = self.blend_lookup(tenant, tokens, blend_request)
-        why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        unmarked = blend_request.why_not or "no chunk in the prompt"
+        why = "" if spans else "no chunk is known yet" if missed else unmarked
         settings, decision = blend_request.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
