@@ -86,7 +86,7 @@ def main() -> None:
             start = time.monotonic()
             found = asyncio.run(fuzz(blending.url, options, known, processes))
             seconds = time.monotonic() - start
-            dead = [name for name, process in processes.items() if not process.is_running()]
+            dead = [name for name, process in processes.items() if not lives(process)]
     sys.exit(tell(options, found, dead, seconds))
 
 
@@ -214,10 +214,13 @@ def judge(
             found.differ.append(sent | {"plain": asked.plain, "expected": known[asked.plain]})
 
 
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def memory_of(processes: dict[str, psutil.Process]) -> dict[str, int]:
     return {
-        name: process.memory_info().rss if process.is_running() else 0
-        for name, process in processes.items()
+        name: process.memory_info().rss if lives(process) else 0 for name, process in processes.items()
     }
 
 

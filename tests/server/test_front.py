@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_model("llama", tmp_path_factory.mktemp("model"), vocab_size=1280, max_position_embeddings=4096)
+    folder = tiny_model(
+        "llama", tmp_path_factory.mktemp("model"), vocab_size=1280, max_position_embeddings=4096
+    )
     make_tokenizer("qwen").save_pretrained(folder)
     return folder
 

@@ -562,3 +562,18 @@ def test_every_family_is_probed_at_its_start_once(
     (verdict,) = found  # the second start reads it
     assert verdict.refused == ""
     assert verdict.identity_error < 1e-4 < 0.05 < verdict.control_error
+
+
+def test_a_chunk_that_no_memory_holds_is_not_waited_for(tiny: Any) -> None:
+    config = {"vllm_blend": {"ram_gb": 0.001, "stand_in": ""}}
+    with make_engine(tiny("llama"), additional_config=config) as engine:
+        largest = 390
+        prompt = engine.ids(largest + 20, 88)
+        large = [2, largest + 3]
+        (found,) = outputs(engine, [prompt], [{"spans": [large]} | REPORT])
+        told = f"chunks are larger than the memory for them, {largest} tokens (ram_gb)"
+        assert (report(found)["why_not"], report(found)["missed_chunks"]) == (told, 0)
+        beside = [[0, 2 + 100], [102, 3 + 102 + largest]]
+        prompt = engine.ids(largest + 200, 89)
+        (some,) = outputs(engine, [prompt], [{"spans": beside} | REPORT])
+        assert report(some)["missed_chunks"] == 1

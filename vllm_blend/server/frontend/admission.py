@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core.plans import EXTRA_ARG
+from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
 from vllm_blend.server.frontend import metrics
 from vllm_blend.server.request import (
@@ -54,6 +56,7 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         blend_request.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
     except ValueError as error:
         raise _refusal(str(error)) from None
+    blend_request = _without_large(blend_request, vllm_config, settings)
     asks = blend_request.spans or blend_request.auto or blend_request.report
     wanted = not blend_request.off and asks and _can_blend(request)
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k != EXTRA_ARG}
@@ -91,6 +94,19 @@ def parse(
     except ValueError as error:
         raise _refusal(str(error)) from None
     return found
+
+
+def _without_large(
+    blend_request: BlendRequest, vllm_config: VllmConfig, settings: ServerSettings
+) -> BlendRequest:
+    """The request without chunks that are larger than all memory for chunks: they are never known."""
+    largest = settings.chunk_bytes // bytes_per_token(vllm_config)
+    spans = tuple((start, end) for start, end in blend_request.spans if end - start <= largest)
+    if spans == blend_request.spans:
+        return blend_request
+    memory = "ram_gb" if settings.store is None else "host_gb of store"
+    why_not = f"chunks are larger than the memory for them, {largest} tokens ({memory})"
+    return replace(blend_request, spans=spans, why_not=why_not)
 
 
 def check_can_blend(request: Any) -> None:
