@@ -140,6 +140,7 @@ def _malformed(choose: Random) -> Request:
     if way == 1:
         return Request("/tokenize", {"model": MODEL, "messages": turns} | xargs)
     if way == 2:
+        body["max_output_tokens"] = body.pop("max_tokens")
         return Request("/v1/responses", body | {"input": choose.choice([text, turns])})
     if way == 3:
         return Request("/v1/chat/completions", body | {"messages": turns})

@@ -405,8 +405,10 @@ def test_what_goes_past_the_hooks_is_refused(
     backend: str,
     sentence: str | None,
 ) -> None:
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
+    envs.disable_envs_cache()  # an engine of this process has turned it on
     config = EngineArgs(model=str(tiny("llama")), skip_tokenizer_init=True).create_engine_config()
     config.parallel_config.distributed_executor_backend = backend
     monkeypatch.setenv(variable, value)

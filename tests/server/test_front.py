@@ -105,6 +105,16 @@ def test_text_is_text(url: str, model: Path) -> None:
     assert cut["choices"][0]["prompt_token_ids"] == seen["tokens"] != expected
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_field_that_does_not_fit_is_refused_before_a_stream_begins(url: str, path: str) -> None:
+    texts = {"/v1/completions": {"prompt": "Hello"}, "/v1/responses": {"input": "Hello"}}
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    body = texts.get(path, chat) | {"stream": True}
+    status, message = post(url, path, body, {"spans": [[0, 4000]]})
+    assert status == 400
+    assert "spans[0]" in message
+
+
 def test_a_report_says_why_marked_chunks_are_not_blended(url: str) -> None:
     field = {"separator": MARK, "report": True}
     texts, question = sample(3)

@@ -154,9 +154,11 @@ def test_tokenize_tells_what_the_engine_would_see(blending: OnlineRenderer) -> N
         assert asyncio.run(tokenized(messages)) == expected
 
 
-def test_a_wrong_field_is_refused_before_anything_is_rendered(blending: OnlineRenderer) -> None:
-    for field in ({"separator": 5}, {"tenant": "a"}, [3], {"ratio": 1}):
-        with pytest.raises(VLLMValidationError, match="blend|separator"):
+def test_a_wrong_field_is_refused_before_an_answer_can_begin(blending: OnlineRenderer) -> None:
+    wrong: list[Any] = [{"separator": 5}, {"tenant": "a"}, [3], {"ratio": 1}]
+    wrong += [{"spans": [[0, 5000]]}, {"spans": [[5, 5]]}]  # do not fit the prompt
+    for field in wrong:
+        with pytest.raises(VLLMValidationError, match="blend|separator|spans"):
             complete(blending, MARKED, field)
 
 

@@ -37,13 +37,7 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
     """
     settings = ServerSettings.of(vllm_config)
     if settings is None:
-        if field is not None:
-            raise _refusal(
-                f"blend is {type(field).__name__}, and this engine was not started to blend requests; "
-                f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a """
-                "BlendPlan to an LLM in this process"
-            )
-        return
+        return _refuse_any(field)
     rendered = prompt if isinstance(prompt, dict) else {}
     spans = tuple((start, end) for start, end in rendered.get(SPANS_KEY, ()))
     params = request.sampling_params
@@ -51,16 +45,51 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
     try:
         if field is not None and not blend_request.off:
             check_can_blend(request)
-        blend_request.settings.check_architecture([vllm_config.model_config.architecture])
-        config = vllm_config.model_config.hf_text_config
-        blend_request.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
     except ValueError as error:
         raise _refusal(str(error)) from None
+    _check(vllm_config, blend_request, len(request.prompt_token_ids or ()))
     blend_request = _without_large(blend_request, vllm_config, settings)
     asks = blend_request.spans or blend_request.auto or blend_request.report
     wanted = not blend_request.off and asks and _can_blend(request)
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k != EXTRA_ARG}
     params.extra_args = extra_args | ({EXTRA_ARG: blend_request.to_wire()} if wanted else {})
+
+
+def check_early(vllm_config: VllmConfig, field: Any, num_tokens: int) -> None:
+    """Refuses a wrong field once a prompt is rendered: later its answer may have begun to stream.
+
+    Args:
+        vllm_config: the engine's.
+        field: the client's ``blend`` field, or None.
+        num_tokens: of the prompt.
+
+    Raises:
+        VLLMValidationError: names what is wrong with the field.
+    """
+    settings = ServerSettings.of(vllm_config)
+    if settings is None:
+        return _refuse_any(field)
+    if field is not None:
+        _check(vllm_config, parse(settings, field), num_tokens)
+
+
+def _check(vllm_config: VllmConfig, blend_request: BlendRequest, num_tokens: int) -> None:
+    model_config = vllm_config.model_config
+    try:
+        blend_request.settings.check_architecture([model_config.architecture])
+        blend_request.check(num_tokens, model_config.hf_text_config.num_hidden_layers)
+    except ValueError as error:
+        raise _refusal(str(error)) from None
+
+
+def _refuse_any(field: Any) -> None:
+    """Refuses a field where the engine was not started to blend."""
+    if field is not None:
+        raise _refusal(
+            f"blend is {type(field).__name__}, and this engine was not started to blend requests; "
+            f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a """
+            "BlendPlan to an LLM in this process"
+        )
 
 
 def parse(

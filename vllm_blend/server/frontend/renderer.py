@@ -18,7 +18,7 @@ from cachetools import LRUCache, cachedmethod
 from vllm.renderers.hf import HfRenderer
 
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.server.frontend.admission import parse
+from vllm_blend.server.frontend.admission import check_early, parse
 from vllm_blend.server.frontend.asked import asked
 from vllm_blend.server.frontend.chunk_markers import (
     Marks,
@@ -158,10 +158,18 @@ class BlendRenderer(HfRenderer):
     # --- the engine's input ---------------------------------------------------------------------
 
     def _process_tokens(self, prompt: Any, **kwargs: Any) -> Any:
-        return _keep_spans(prompt, super()._process_tokens(prompt, **kwargs))
+        return self._checked(prompt, super()._process_tokens(prompt, **kwargs))
 
     async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
-        return _keep_spans(prompt, await super()._process_tokens_async(prompt, **kwargs))
+        return self._checked(prompt, await super()._process_tokens_async(prompt, **kwargs))
+
+    def _checked(self, prompt: Any, engine_input: Any) -> Any:
+        """The engine's input, with the spans of the prompt that it was made of."""
+        check_early(self.config, asked().field, len(engine_input["prompt_token_ids"]))
+        for key in (SPANS_KEY, WHY_NOT_KEY):
+            if value := prompt.get(key):
+                engine_input[key] = value
+        return engine_input
 
 
 def _cut(rendered: Any, marks: Marks) -> tuple[Any, Any]:
@@ -181,10 +189,3 @@ def _with_pieces(prompt: Any, pieces: list[Piece]) -> Any:
 def _num_bytes(piece: Ids) -> int:
     text, ids = piece
     return sys.getsizeof(text) + ids.nbytes + ENTRY_BYTES
-
-
-def _keep_spans(prompt: Any, engine_input: Any) -> Any:
-    for key in (SPANS_KEY, WHY_NOT_KEY):
-        if value := prompt.get(key):
-            engine_input[key] = value
-    return engine_input
