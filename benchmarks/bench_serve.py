@@ -105,7 +105,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     server_args = options.server_args or server_args
     corpus = documents(options.documents, options.chunk_tokens, pathlib.Path(model))
     prompts = trace(corpus, options.requests, options.chunks)
-    settings = {"ram_gb": options.ram_gb, "log_requests": False} | options.settings
+    settings = {"ram_gb": options.ram_gb, "log_requests": False, "separator": SEPARATOR}
+    settings |= {"report_sizes": True} | options.settings
     config = json.dumps({"vllm_blend": settings})
     servers: dict[str, tuple[list[str], dict[str, str]]] = {
         "stock": ([], {"VLLM_PLUGINS": ""}),

@@ -24,7 +24,13 @@ def drain(engine: Engine) -> None:
         core.step_fn()
 
 
-def outputs(engine: Engine, prompts: list[list[int]], fields: list[Any], **params: Any) -> list[Any]:
+def outputs(
+    engine: Engine,
+    prompts: list[list[int]],
+    fields: list[Any],
+    cache_salt: str | None = None,
+    **params: Any,
+) -> list[Any]:
     from vllm import SamplingParams
 
     options: dict[str, Any] = dict(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -32,7 +38,7 @@ def outputs(engine: Engine, prompts: list[list[int]], fields: list[Any], **param
         SamplingParams(**(options | params), extra_args=None if field is None else {"blend": field})
         for field in fields
     ]
-    tokens = [{"prompt_token_ids": ids} for ids in prompts]
+    tokens = [{"prompt_token_ids": ids, "cache_salt": cache_salt} for ids in prompts]
     found: list[Any] = engine.llm.generate(tokens, each, use_tqdm=False)
     return found
 

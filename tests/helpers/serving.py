@@ -16,6 +16,8 @@ import httpx
 import openai
 from servers import free_port
 
+from vllm_blend.server.config import CLIENT_FIELDS
+
 INPUTS = Path(__file__).parents[2] / "inputs"
 NAME = "smollm2"
 START_SECONDS = 300
@@ -39,7 +41,8 @@ def command_of(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", *arguments]
-    config = {"vllm_blend": {"store": {"host_gb": 0.5} | tiers} | settings}
+    trusting = {"parts": True, "report_sizes": True, "client_fields": list(CLIENT_FIELDS)}
+    config = {"vllm_blend": {"store": {"host_gb": 0.5} | tiers} | trusting | settings}
     return command + ["--additional-config", json.dumps(config)]
 
 

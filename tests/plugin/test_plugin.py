@@ -386,3 +386,34 @@ def test_asking_for_blending_where_it_cannot_be_stops_the_start(tiny: Any) -> No
         AssertionError, match="additional_config asks for vllm_blend, but blending does"
     ):
         python(code, str(tiny("llama")), json.dumps({"enable_lora": True, "enforce_eager": True}))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "backend", "sentence"),
+    [
+        ("VLLM_USE_RUST_FRONTEND", "1", "uni", "vLLM's Rust front end"),
+        ("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "ray", "vLLM's legacy Ray executor"),
+        ("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1", "ray", None),
+        ("VLLM_USE_RUST_FRONTEND", "0", "uni", None),
+    ],
+)
+def test_what_goes_past_the_hooks_is_refused(
+    tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    backend: str,
+    sentence: str | None,
+) -> None:
+    from vllm import envs
+    from vllm.engine.arg_utils import EngineArgs
+
+    envs.disable_envs_cache()  # an engine of this process has turned it on
+    config = EngineArgs(model=str(tiny("llama")), skip_tokenizer_init=True).create_engine_config()
+    config.parallel_config.distributed_executor_backend = backend
+    monkeypatch.setenv(variable, value)
+    reason = support.why_unsupported(config)
+    if sentence is None:
+        assert reason is None
+    else:
+        assert reason is not None and reason.startswith(f"blending does not support {sentence}")

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_tokenizers import STYLES, make_tokenizer
+import transformers.utils.chat_template_utils as hf_templates
+from chat_tokenizers import LLAMA_CHAT, STYLES, make_tokenizer
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_blend.core import stand_in
 from vllm_blend.core.prompt import chat_frame, plain_frame
 from vllm_blend.core.static_scores import SCORING_TOKENS
 from vllm_blend.server.chunks.chunk_contexts import Contexts, chunk_contexts
 from vllm_blend.server.chunks.token_index import Run
+from vllm_blend.server.config import ServerSettings
 
+DATED_CHAT = (
+    "{% if not day is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today is {{ day }}.\n\n" + LLAMA_CHAT
+)
 HEAD = "Read the texts. Be brief."
 STAND_IN = "The ferry was built in 1931. It carried mail.\n\n"
 
@@ -93,3 +105,57 @@ def test_an_engine_without_a_tokenizer_takes_no_text() -> None:
     for values in ({"head": HEAD}, {"system": ""}, {"stand_in": STAND_IN}):
         with pytest.raises(ValueError, match="the engine has none"):
             chunk_contexts(config(skip_tokenizer_init=True), **values)  # type: ignore[arg-type]
+
+
+def test_a_template_that_tells_the_day_has_one_context_for_all_days(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of yesterday, and of a server that was started then, are found today."""
+    tokenizer.chat_template = DATED_CHAT
+    frames, contexts = [], []
+    for day in (1, 2):
+
+        class Day(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return cls(2026, 11, day)  # noqa: B023
+
+        monkeypatch.setattr(hf_templates, "datetime", Day)
+        frames.append(chat_frame(tokenizer))
+        contexts.append(chunk_contexts(config(), "Be kind.", HEAD))
+    assert frames[0] != frames[1]  # a prompt tells its day
+    assert contexts[0] == contexts[1]
+    assert "2025" in tokenizer.decode(contexts[0].first)
+    fixed = chunk_contexts(config(), variables={"day": "Monday"})
+    assert "Today is Monday" in tokenizer.decode(fixed.first)
+
+
+def test_chunks_are_computed_behind_the_servers_own_template(
+    tokenizer: Any, smollm2: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ greeting }} to you:" + LLAMA_CHAT)
+    words = ["--model", str(smollm2), "--chat-template", str(path)]
+    words += ["--default-chat-template-kwargs", '{"greeting": "Good day"}']
+
+    def settings(**values: Any) -> ServerSettings:
+        parser = make_arg_parser(FlexibleArgumentParser())
+        asked = json.dumps({"vllm_blend": values})
+        args = parser.parse_args([*words, "--additional-config", asked])
+        found = ServerSettings.of(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+        assert found is not None
+        return found
+
+    def head(told: ServerSettings) -> str:
+        contexts = chunk_contexts(
+            config(), template=told.chat_template, variables=told.chat_template_kwargs
+        )
+        text: str = tokenizer.decode(contexts.first)
+        return text
+
+    assert head(settings()).startswith("Good day to you:")
+    assert head(settings(chat_template=LLAMA_CHAT)) == tokenizer.decode(
+        chat_frame(tokenizer, template=LLAMA_CHAT).head
+    )
+    kind = settings(chat_template_kwargs={"greeting": "Be welcome"})
+    assert head(kind).startswith("Be welcome to you:")

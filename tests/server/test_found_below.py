@@ -17,6 +17,7 @@ from vllm_blend.core.plans import ChunkIds
 from vllm_blend.server.chunks.askers import Askers
 from vllm_blend.server.chunks.chunk_contexts import Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
+from vllm_blend.server.config import CLIENT_FIELDS
 from vllm_blend.server.scheduler import tier_fetches, waiting
 from vllm_blend.store.disk import DiskTier
 
@@ -30,7 +31,8 @@ def chunk_of(tenant: str, start: int, end: int) -> ChunkIds:
 @contextmanager
 def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
     store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
-    values = {"vllm_blend": {"store": store, "harvest": False} | config}
+    more = {"client_fields": list(CLIENT_FIELDS), "harvest": False}
+    values = {"vllm_blend": {"store": store} | more | config}
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=values) as engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.config import CLIENT_FIELDS, ClientLimits, ServerSettings
 from vllm_blend.server.request import BlendRequest, pieces
 
 DEFAULTS = BlendRequest(spans=((5, 9),), settings=BlendSettings(recomp_ratio=0.25))
@@ -27,6 +28,9 @@ def test_shorthands() -> None:
     assert parse("off").off
     assert parse("auto").auto
     assert parse("auto").spans == DEFAULTS.spans
+    assert parse("on") == parse({})
+    assert [parse(value).parts for value in (None, "off", "auto", "on")] == [False, False, True, True]
+    assert not parse({"spans": [[0, 4]]}).parts  # token ids that the client has: nothing is cut
 
 
 def test_an_object_and_its_json_are_the_same_request() -> None:
@@ -43,7 +47,7 @@ def test_an_object_and_its_json_are_the_same_request() -> None:
     assert blend_request.spans == ((0, 4), (4, 9))
     assert (blend_request.auto, blend_request.tenant, blend_request.report) == (True, "a", True)
     assert blend_request.settings.recomp_ratios == (0.5, 0.1)
-    assert parse({}) == DEFAULTS
+    assert parse({}) == replace(DEFAULTS, parts=True)
 
 
 @pytest.mark.parametrize("settings", [BlendSettings(), BlendSettings((1, 2), 0.5, (0.5, 0.5))])
@@ -56,7 +60,7 @@ def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ("on", "blend is"),
+        ("soon", "blend is"),
         ("{", "blend is"),
         ("[1]", "blend is"),
         (3, "blend is 3"),
@@ -84,6 +88,8 @@ def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
         ({"recomp_ratio": -(10**4000)}, "recomp_ratio is a number of 13288 bits"),
         ({"check_layers": list(range(1, 30))}, "check_layers has 29 layers; allowed: 8 at most"),
         ({"tenant": "a\ud800"}, r"tenant is 'a\\ud800'; expected a text that UTF-8 can hold"),
+        ({"separator": 7}, "separator is 7"),
+        ({"separator": "t" * 300}, "separator has 300 characters; allowed: 256 at most"),
         ({"tenant": "t" * 300}, "tenant has 300 characters; allowed: 256 at most"),
         ({"spans": [[i, i + 1] for i in range(2000)]}, "spans has 2000 entries; allowed: 1024"),
     ],
@@ -91,6 +97,47 @@ def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
 def test_bad_values_are_refused_by_name(value: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         parse(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (
+            {"tenant": "b"},
+            "key .tenant., which this server.s client_fields do not list; allowed: auto",
+        ),
+        ({"mask": "exact"}, "key 'mask'"),
+        ({"check_layers": [2]}, "key 'check_layers'"),
+        ({"seed": 1, "recomp_ratio": 0.3}, "key 'seed'"),
+        ({"nonsense": 1, "spans": [[0, 4]]}, "unknown key 'nonsense'; allowed: auto, off, policy, "),
+        ({"recomp_ratio": 0.01}, "recomp_ratio is 0.01; this server allows 0.05 to 0.5"),
+        ({"recomp_ratio": 1}, "recomp_ratio is 1.0; this server allows 0.05 to 0.5"),
+    ],
+)
+def test_clients_set_what_the_operator_lists(value: Any, named: str) -> None:
+    limits = ServerSettings.from_mapping({"client_ratios": [0.05, 0.5]}).client_limits
+    with pytest.raises(ValueError, match=named):
+        BlendRequest.parse(value, DEFAULTS, limits)
+    assert BlendRequest.parse({"recomp_ratio": 0.05}, DEFAULTS, limits).settings.recomp_ratio == 0.05
+    wide = ServerSettings.from_mapping({"client_fields": list(CLIENT_FIELDS)}).client_limits
+    assert BlendRequest.parse({"tenant": "b"}, DEFAULTS, wide).tenant == "b"
+
+
+def test_ratios_of_check_layers_have_the_same_bounds() -> None:
+    limits = ClientLimits(ratios=(0.1, 0.5))
+    value = {"check_layers": [1, 2], "recomp_ratios": [0.5, 0.05]}
+    with pytest.raises(ValueError, match="recomp_ratios is 0.05; this server allows 0.1 to 0.5"):
+        BlendRequest.parse(value, DEFAULTS, limits)
+    # the operator's own default is not the client's choice
+    low = replace(DEFAULTS, settings=BlendSettings(recomp_ratio=0.01))
+    assert BlendRequest.parse({"report": True}, low, limits).settings.recomp_ratio == 0.01
+
+
+@pytest.mark.parametrize("value", ["off", "auto"])
+def test_shorthands_are_listed_too(value: str) -> None:
+    with pytest.raises(ValueError, match=f"key '{value}', .* allowed: report"):
+        BlendRequest.parse(value, DEFAULTS, ClientLimits(("report",)))
+    assert BlendRequest.parse("on", DEFAULTS, ClientLimits(())).parts
 
 
 numbers = st.integers() | st.integers(-(2**4000), 2**4000) | st.floats()
@@ -104,6 +151,7 @@ keys = st.sampled_from(
     [
         "spans",
         "auto",
+        "separator",
         "tenant",
         "report",
         "recomp_ratio",
@@ -145,6 +193,13 @@ def test_any_value_is_a_request_that_fits_or_a_value_error(
         ({"separator": 5}, "separator is 5"),
         ({"head": 5}, "head is 5"),
         ({"stand_in": 5}, "stand_in is 5"),
+        ({"client_fields": "spans"}, "client_fields is 'spans'; expected a list"),
+        ({"client_fields": ["spans", "all"]}, "client_fields has 'all'; allowed: auto, check_layers"),
+        ({"client_fields": [["a"]]}, r"client_fields has \['a'\]"),
+        ({"client_ratios": [0.5, 0.1]}, "client_ratios is"),
+        ({"client_ratios": [0, 7]}, "client_ratios is 7"),
+        ({"client_ratios": 0.5}, "client_ratios is 0.5"),
+        ({"report_sizes": 1}, "report_sizes is 1"),
         ({"system": ["x"]}, "system is \\['x'\\]; expected a text or null"),
         ({"recomp_ratio": 7}, "recomp_ratio is 7"),
     ],

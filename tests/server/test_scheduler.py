@@ -21,6 +21,7 @@ from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.probe import Probing
 from vllm_blend.plugin.hooks import add_events
 from vllm_blend.server.messages import WorkerEvents
+from vllm_blend.server.request import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +155,34 @@ def test_exact_and_approximate_blocks_do_not_mix(server: Engine) -> None:
 
 
 def test_tenants_do_not_share(server: Engine) -> None:
+    """A tenant is what a gateway says it is, by the cache salt, not what a request says."""
     prompt, spans = prompt_of(server, [7])
-    outputs(server, [prompt], [{"spans": spans, "tenant": "a"}])
+    outputs(server, [prompt], [{"spans": spans}], cache_salt="a")
     drain(server)
-    for tenant, reused in (("a", 100), ("b", 0), ("", 0)):
-        (found,) = outputs(server, [prompt], [{"spans": spans, "tenant": tenant} | REPORT])
-        assert report(found)["reused_tokens"] == reused, tenant
+    for salt, reused in (("a", 100), ("b", 0), (None, 0)):
+        (found,) = outputs(server, [prompt], [{"spans": spans} | REPORT], cache_salt=salt)
+        assert report(found)["reused_tokens"] == reused, salt
+    with pytest.raises(VLLMValidationError, match="key 'tenant', which this server's client_fields"):
+        outputs(server, [prompt], [{"spans": spans, "tenant": "a"} | REPORT], cache_salt="b")
+
+
+def test_every_answer_tells_whether_it_was_blended(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [8])
+
+    def told(field: Any) -> Any:
+        scheduler(server).reset_prefix_cache()
+        return outputs(server, [prompt], [field], max_tokens=3)[0].kv_transfer_params
+
+    assert told({"spans": spans}) is None  # computed in full: nothing to tell
+    drain(server)
+    assert told({"spans": spans, "recomp_ratio": 0.1}) == {
+        "blend": {"reused_tokens": 100, "recomputed_tokens": 10}
+    }
+    assert told(None) is None
+    asked = told({"spans": spans} | REPORT)["blend"]
+    assert asked["reused_tokens"] == 100
+    assert not SIZES & asked.keys()  # what others have stored is none of a client's business
+    assert told(REPORT)["blend"]["why_not"] == "no chunk in the prompt"
 
 
 def test_known_chunks_are_found_anywhere(server: Engine) -> None:
@@ -541,3 +564,18 @@ def test_every_family_is_probed_at_its_start_once(
     (verdict,) = found  # the second start reads it
     assert verdict.refused == ""
     assert verdict.identity_error < 1e-4 < 0.05 < verdict.control_error
+
+
+def test_a_chunk_that_no_memory_holds_is_not_waited_for(tiny: Any) -> None:
+    config = {"vllm_blend": {"ram_gb": 0.001, "stand_in": ""}}
+    with make_engine(tiny("llama"), additional_config=config) as engine:
+        largest = 390
+        prompt = engine.ids(largest + 20, 88)
+        large = [2, largest + 3]
+        (found,) = outputs(engine, [prompt], [{"spans": [large]} | REPORT])
+        told = f"chunks are larger than the memory for them, {largest} tokens (ram_gb)"
+        assert (report(found)["why_not"], report(found)["missed_chunks"]) == (told, 0)
+        beside = [[0, 2 + 100], [102, 3 + 102 + largest]]
+        prompt = engine.ids(largest + 200, 89)
+        (some,) = outputs(engine, [prompt], [{"spans": beside} | REPORT])
+        assert report(some)["missed_chunks"] == 1

@@ -35,7 +35,7 @@ from serving import (
 )
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-SEPARATOR = "<|chunk|>"
+SEPARATOR = "<|8c1f|>"
 
 pytestmark = pytest.mark.slow
 
@@ -122,9 +122,10 @@ def test_parts_of_a_message_are_chunks(client: openai.OpenAI, url: str) -> None:
     assert text_of(full) == text_of(answer)  # ratio 1 is full prefill
     shuffled = reported(chat(client, texts[::-1], "Why?", **xargs({"report": True})))
     assert shuffled["chunks"] == len(texts)
-    assert "kv_transfer_params" not in (chat(client, texts, question).model_extra or {}) or (
-        chat(client, texts, question).model_extra["kv_transfer_params"] is None
-    )
+    reset_prefix_cache(url)
+    assert reported(chat(client, texts, question)).keys() == {"reused_tokens", "recomputed_tokens"}
+    off = chat(client, texts, question, **xargs("off"))
+    assert (off.model_extra or {}).get("kv_transfer_params") is None
 
 
 def test_separators_spans_and_auto_find_the_same_chunks(client: openai.OpenAI, url: str) -> None:
@@ -135,7 +136,8 @@ def test_separators_spans_and_auto_find_the_same_chunks(client: openai.OpenAI, u
         return client.completions.create(model=NAME, prompt=prompt, extra_body=xargs(field), **GREEDY)
 
     wish = {"report": True, "recomp_ratio": 0.3}
-    separated = complete(SEPARATOR.join(["Read.\n", *texts, f"\n{question}"]), wish)
+    text = SEPARATOR.join(["Read.\n", *texts, f"\n{question}"])
+    separated = complete(text, wish | {"separator": SEPARATOR})
     pieces = [token_ids(url, text) for text in ["Read.\n", *texts, f"\n{question}"]]
     ends = [sum(map(len, pieces[: at + 1])) for at in range(len(pieces) - 1)]
     spans = [[start, end] for start, end in zip(ends, ends[1:], strict=False)]

@@ -14,7 +14,7 @@ import pytest
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
-from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.config import CLIENT_FIELDS, ServerSettings
 from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store.disk import DiskTier
 
@@ -24,7 +24,8 @@ FIELD = {"recomp_ratio": 0.3} | REPORT
 @contextmanager
 def server(tiny: Any, store: dict[str, Any]) -> Iterator[Engine]:
     """An engine with a store below it."""
-    config = {"vllm_blend": {"store": {"host_gb": 0.02} | store, "harvest": False}}
+    more = {"client_fields": list(CLIENT_FIELDS), "report_sizes": True, "harvest": False}
+    config = {"vllm_blend": {"store": {"host_gb": 0.02} | store} | more}
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=config) as engine,

@@ -20,6 +20,8 @@ logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its han
 
 def why_unsupported(vllm_config: VllmConfig) -> str | None:
     """Why an engine with this configuration cannot blend, as a sentence, or None."""
+    from vllm import envs
+
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     speculative = vllm_config.speculative_config
     config = model.hf_config
@@ -31,6 +33,12 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "LoRA": vllm_config.lora_config is not None,
         "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
         and speculative.method not in ("ngram", "suffix"),
+        "vLLM's legacy Ray executor, whose workers skip what blending wraps "
+        "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 does not)": parallel.distributed_executor_backend == "ray"
+        and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+        "vLLM's Rust front end (VLLM_USE_RUST_FRONTEND), which runs no plugins": bool(
+            envs.VLLM_USE_RUST_FRONTEND
+        ),
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "pooling models": model.runner_type == "pooling",
         "multimodal models": model.is_multimodal_model,

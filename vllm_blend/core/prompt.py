@@ -7,11 +7,15 @@ texts have in common, so a tokenizer that joins marker and text (SentencePiece) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 TokenIds = tuple[int, ...]
+
+PINNED_DAY: Mapping[str, Any] = {"strftime_now": datetime(2025, 1, 1).strftime}
+"""Variables of a chat template for which it is always the same day."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +48,31 @@ def plain_frame(tokenizer: Any) -> PromptFrame:
     return PromptFrame(frame.head, ())
 
 
-def chat_frame(tokenizer: Any, system: str | None = None) -> PromptFrame:
-    """One user turn in the tokenizer's chat template, up to where the assistant starts.
+def chat_frame(
+    tokenizer: Any,
+    system: str | None = None,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> PromptFrame:
+    """One user turn in a chat template, up to where the assistant starts.
 
     Args:
         tokenizer: a transformers tokenizer.
         system: a system message, or None for the template's own default.
+        template: a Jinja text, or a name that the tokenizer knows; None: the tokenizer's own.
+        variables: of the template.
 
     Raises:
-        ValueError: if the tokenizer has no chat template.
+        ValueError: if there is no chat template.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not (template or getattr(tokenizer, "chat_template", None)):
         raise ValueError("the tokenizer has no chat template; use chat=False for raw text")
 
     def encode(text: str) -> Sequence[int]:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        options = {"add_generation_prompt": True} | dict(variables or {}) | {"tokenize": False}
+        rendered = tokenizer.apply_chat_template(messages, chat_template=template, **options)
         ids: Sequence[int] = tokenizer.encode(rendered, add_special_tokens=False)
         return ids
 

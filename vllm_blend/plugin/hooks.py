@@ -13,9 +13,15 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``InputProcessor.process_inputs``   wrapped, so that a plan is checked before its request is queued, and
     the request gets a cache salt before its blocks are hashed.
     Goes when vLLM has an admission hook for plugins.
+``OnlineRenderer.preprocess_chat``, ``preprocess_cmpl``   wrapped, so that the renderer knows what the
+    request whose text it renders asks for.
+    Goes when vLLM hands the request, or its extra arguments, to the renderer.
 ``EngineArgs.create_engine_config``   wrapped, so that an engine that is to blend gets its scheduler
     class, and one that cannot is refused before its model loads.
     Goes when plugins may amend an engine's configuration.
+``EngineArgs.from_cli_args``   wrapped, so that an engine that is to blend knows the chat template of
+    its server. vLLM's configuration of an engine has no word of it.
+    Goes when it has.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
 ``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
@@ -34,6 +40,7 @@ What is read, and what only engines on CUDA need, is in ``compat/``.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import uuid
 from collections.abc import Callable
@@ -46,9 +53,10 @@ from vllm_blend.compat.support import report_unsupported, why_unsupported
 from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
 from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
-from vllm_blend.server.config import ServerSettings
+from vllm_blend.server.config import CONFIG_KEY, ServerSettings
 from vllm_blend.server.frontend.admission import admit as admit_request
 from vllm_blend.server.frontend.admission import check_can_blend, count_reports
+from vllm_blend.server.frontend.asked import asked_by
 from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
 
 if TYPE_CHECKING:
@@ -64,18 +72,22 @@ def install_front_hooks() -> None:
     backend's name."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.renderers.registry import RENDERER_REGISTRY
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
     _wrap(EngineArgs, "create_engine_config", _configure)
+    _wrap(EngineArgs, "from_cli_args", _with_template)
     _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
     _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
     for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
         _wrap(EngineCore, name, _then_check_weights)
+    for name in ("preprocess_chat", "preprocess_cmpl"):
+        _wrap(OnlineRenderer, name, _render)
     # not by register(), which warns of every replacement
     RENDERER_REGISTRY.renderers["hf"] = ("vllm_blend.server.frontend.renderer", "BlendRenderer")
     cuda.register_xformers()
@@ -103,7 +115,10 @@ def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
 
 
 def _wrap(owner: type, name: str, around: Any) -> None:
-    stock = getattr(owner, name)
+    """Puts ``around(stock, self, ...)`` in a method's place; a class method's ``self`` is the class."""
+    found = inspect.getattr_static(owner, name)
+    is_of_class = isinstance(found, classmethod)
+    stock = found.__func__ if is_of_class else found
     if getattr(stock, "vllm_blend", False):
         return
 
@@ -112,7 +127,7 @@ def _wrap(owner: type, name: str, around: Any) -> None:
         return around(stock, self, *args, **kwargs)
 
     method.vllm_blend = True  # type: ignore[attr-defined]
-    setattr(owner, name, method)
+    setattr(owner, name, classmethod(method) if is_of_class else method)
 
 
 def _blendable(stock: Any, registry: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +175,27 @@ def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     return config
 
 
+def _with_template(stock: Any, owner: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+    """Tells an engine that is to blend the server's chat template, where its settings name none."""
+    from vllm.renderers.chat_utils import load_chat_template
+
+    engine_args = stock(owner, args, *more, **kwargs)
+    config = engine_args.additional_config
+    if not isinstance(config, dict) or not isinstance(config.get(CONFIG_KEY), dict):
+        return engine_args
+    settings = config[CONFIG_KEY]
+    known = {
+        "chat_template": settings.get("chat_template") or getattr(args, "chat_template", None),
+        "chat_template_kwargs": settings.get("chat_template_kwargs")
+        or getattr(args, "default_chat_template_kwargs", None),
+    }
+    if isinstance(known["chat_template"], str):
+        known["chat_template"] = load_chat_template(known["chat_template"])
+    known = {key: value for key, value in known.items() if value is not None}
+    engine_args.additional_config = config | {CONFIG_KEY: settings | known}
+    return engine_args
+
+
 def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a new request its plan or its ``BlendRequest``, or refuses it by ValueError."""
     request = stock(processor, *args, **kwargs)
@@ -178,6 +214,12 @@ def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
         prompt = kwargs["prompt"] if "prompt" in kwargs else args[1]
         admit_request(processor.vllm_config, request, plan, prompt)
     return request
+
+
+async def _render(stock: Any, renderer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Renders a request's text, with the renderer told what the request asks for."""
+    with asked_by(request):
+        return await stock(renderer, request, *args, **kwargs)
 
 
 def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending | None) -> None:

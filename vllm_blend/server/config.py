@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.core.settings import NO_STAND_IN, BlendSettings, check_ratio
+from vllm_blend.core.settings import NO_STAND_IN, BlendSettings, check_ratio, short
 from vllm_blend.store.controller import FLOOR
 
 if TYPE_CHECKING:
@@ -16,6 +17,71 @@ CONFIG_KEY = "vllm_blend"
 """The key of vLLM's ``additional_config``."""
 NO_STORE = "recomp_ratio is 'auto', and the server has no store to load from; allowed: 0 to 1"
 EXAMPLE = '{"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200}}'
+SETTINGS_FIELDS = tuple(f.name for f in fields(BlendSettings))
+CLIENT_FIELDS = ("auto", "off", "report", "separator", "spans", "tenant", *SETTINGS_FIELDS)
+"""What a request's ``blend`` field may hold."""
+SAFE_FIELDS = ("auto", "off", "policy", "recomp_ratio", "report", "separator", "spans")
+"""Those that a client may set by default: they change its own answers and times alone."""
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """What clients may set.
+
+    Args:
+        allowed: keys of a request's ``blend`` field, of ``CLIENT_FIELDS``.
+        ratios: the least and the greatest ratio that a client may choose.
+
+    Raises:
+        ValueError: names the key, its value and what is allowed.
+    """
+
+    allowed: Sequence[str] = CLIENT_FIELDS
+    ratios: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allowed, str) or not isinstance(self.allowed, Sequence):
+            raise ValueError(f"client_fields is {short(self.allowed)}; expected a list of names")
+        if unknown := [key for key in self.allowed if key not in CLIENT_FIELDS]:
+            raise ValueError(
+                f"client_fields has {short(unknown[0])}; allowed: {', '.join(sorted(CLIENT_FIELDS))}"
+            )
+        pair = self.ratios
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(f"client_ratios is {short(pair)}; expected [least, greatest]")
+        low, high = (check_ratio("client_ratios", ratio) for ratio in pair)
+        if low > high:
+            raise ValueError(f"client_ratios is {short(pair)}; expected [least, greatest]")
+        object.__setattr__(self, "allowed", tuple(self.allowed))
+        object.__setattr__(self, "ratios", (low, high))
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Raises ValueError, which names the first of ``keys`` that a client may not set."""
+        wrong = sorted(str(key) for key in set(keys) - set(self.allowed))
+        if not wrong:
+            return
+        what = (
+            f"key {wrong[0]!r}, which this server's client_fields do not list"
+            if wrong[0] in CLIENT_FIELDS
+            else f"an unknown key {short(wrong[0])}"
+        )
+        raise ValueError(f"blend has {what}; allowed: {', '.join(sorted(self.allowed)) or 'none'}")
+
+    def check_ratios(self, settings: BlendSettings, given: Iterable[str]) -> None:
+        """Raises ValueError if one of the ratios that were ``given`` is out of bounds."""
+        low, high = self.ratios
+        chosen = {
+            "recomp_ratio": (settings.recomp_ratio,),
+            "recomp_ratios": settings.recomp_ratios or (),
+        }
+        for name in sorted(set(given) & chosen.keys()):
+            for ratio in chosen[name]:
+                if not low <= ratio <= high:
+                    raise ValueError(f"{name} is {ratio}; this server allows {low} to {high}")
+
+
+ANY_CLIENT = ClientLimits()
+"""No limits but each key's own."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +92,14 @@ class ServerSettings:
 
     Args:
         auto: reuse known chunks in every prompt, wherever they stand, without a word of the client.
-        parts: the text parts of a chat message but its last mark chunks.
-        separator: a text that marks chunks in any prompt: head, chunks and question lie between
-            separators, which are not part of the prompt. Empty: none.
+        parts: the text parts of every chat message but its last mark chunks. False: those of requests
+            with a ``blend`` field alone.
+        separator: a text that marks chunks in the texts of all requests: head, chunks and question
+            lie between separators, which are not part of the prompt. Whoever can put it into a text
+            marks chunks. Empty: none, but what a request's ``blend`` field names for its own texts.
+        client_fields: keys of a request's ``blend`` field that clients may set; others are refused.
+        client_ratios: the least and the greatest ratio that a client may choose.
+        report_sizes: a client's report also tells what the server keeps and computes for all.
         system: the system message that most requests have; chunks are computed after it. None: the
             chat template's default.
         head: a text that most prompts begin with (in a chat: the user's turn); likewise. Empty: none.
@@ -40,6 +111,10 @@ class ServerSettings:
             before it there: it is reused from the second request on. False: a chunk is computed by
             itself, after ``head`` and ``stand_in``, when the engine has time; its KV depends on
             nothing else then.
+        chat_template: as vLLM's ``--chat-template``: a Jinja text, or the path of one; chunks are
+            computed after what it begins with. None: vLLM's, else the tokenizer's.
+        chat_template_kwargs: variables of the template that most requests have. None: vLLM's
+            ``--default-chat-template-kwargs``.
         min_chunk_tokens: shorter chunks are computed afresh, also those that a request names.
         max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
             computed, kept and loaded as a whole.
@@ -60,12 +135,17 @@ class ServerSettings:
     """
 
     auto: bool = False
-    parts: bool = True
-    separator: str = "<|chunk|>"
+    parts: bool = False
+    separator: str = ""
+    client_fields: Sequence[str] = SAFE_FIELDS
+    client_ratios: tuple[float, float] = (0.0, 1.0)
+    report_sizes: bool = False
     system: str | None = None
     head: str = ""
     stand_in: str | None = None
     harvest: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     min_chunk_tokens: int = 16
     max_chunk_tokens: int = 8192
     ram_gb: float = 4.0
@@ -78,15 +158,19 @@ class ServerSettings:
     paced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("auto", "parts", "log_requests", "harvest"):
+        for name in ("auto", "parts", "report_sizes", "log_requests", "harvest"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
         for name in ("separator", "head"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text")
-        for name in ("system", "stand_in"):
+        for name in ("system", "stand_in", "chat_template"):
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text or null")
+        if not isinstance(self.chat_template_kwargs, Mapping | None):
+            raise ValueError(
+                f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected an object or null"
+            )
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
         _check_number("max_chunk_tokens", self.max_chunk_tokens, int, max(64, self.min_chunk_tokens))
         _check_number("ram_gb", self.ram_gb, float, 0)
@@ -99,6 +183,12 @@ class ServerSettings:
         if self.step_rows is not None:
             _check_number("step_rows", self.step_rows, int, 1)
         _check_number("background_share", self.background_share, float, 0)
+        _ = self.client_limits
+
+    @cached_property
+    def client_limits(self) -> ClientLimits:
+        """What clients may set."""
+        return ClientLimits(self.client_fields, self.client_ratios)
 
     @property
     def chunk_bytes(self) -> int:
@@ -122,7 +212,7 @@ class ServerSettings:
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:
         """Settings from JSON values; an unknown key is refused by name."""
         own = {f.name for f in fields(cls)} - {"blend", "paced"}
-        theirs = {f.name for f in fields(BlendSettings)}
+        theirs = set(SETTINGS_FIELDS)
         if unknown := sorted(set(values) - own - theirs):
             raise ValueError(
                 f"additional_config[{CONFIG_KEY!r}] has an unknown key {unknown[0]!r}; allowed: "

@@ -1,35 +1,51 @@
 """A request's ``blend`` field: what clients may send, and its validated form.
 
-In ``SamplingParams.extra_args`` (OpenAI API: ``vllm_xargs``) under ``"blend"``: ``"auto"``, ``"off"``,
-or an object (in ``vllm_xargs`` as a JSON text, since vLLM takes no objects there):
+In ``SamplingParams.extra_args`` (OpenAI API: ``vllm_xargs``) under ``"blend"``: ``"on"``, ``"auto"``,
+``"off"``, or an object (in ``vllm_xargs`` as a JSON text, since vLLM takes no objects there):
 
     {"spans": [[12, 140], [140, 300]],    chunks, as [start, end) of the prompt's token ids
+     "separator": "<|8c1f|>",             a text that marks chunks in this request's texts
      "auto": true,                        also reuse known chunks wherever they stand
      "recomp_ratio": 0.16, ...            any of BlendSettings; the ratio may be "auto"
      "tenant": "a",                       chunks are shared within a tenant only
      "report": true}                      what was reused, in the response's kv_transfer_params
+
+``"on"`` is ``{}``. Which of these a client may set is the operator's choice (``ServerSettings``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from vllm_blend.core.plans import check_spans
 from vllm_blend.core.settings import BlendSettings, short
-from vllm_blend.server.config import split_ratio
+from vllm_blend.server.config import ANY_CLIENT, SETTINGS_FIELDS, ClientLimits, split_ratio
 from vllm_blend.store.controller import FLOOR
 
 SPANS_KEY = "blend_spans"
 """The key of a rendered prompt that holds its marked chunks' spans."""
+WHY_NOT_KEY = "blend_why_not"
+"""The key of a rendered prompt that says why marked chunks have no span."""
 REPORT_KEY = "blend"
 """The key of an output's ``kv_transfer_params`` that holds what was reused."""
 
+SIZES = frozenset(
+    ("stored_chunks", "stored_bytes", "store_hits", "store_misses")
+    + ("computed_chunks", "waiting_chunks", "evicted_chunks")
+)
+"""Of a report: what the server keeps and computes, for all tenants together."""
+SIGN = ("reused_tokens", "recomputed_tokens")
+"""Of a report: what every answer to a blended request tells."""
+
 MAX_SPANS, MAX_NAME = 1024, 256
-"""Of a request: its chunks, and the characters of its tenant."""
+"""Of a request: its chunks, and the characters of its tenant and of its separator."""
+
+FORMS = "'on', 'auto', 'off', or an object"
+"""Of a ``blend`` field."""
 
 Span = tuple[int, int]
 
@@ -47,6 +63,9 @@ class BlendRequest:
         tenant: chunks are looked up and kept under this name.
         report: tell in the response what was reused.
         off: compute everything.
+        parts: the text parts of its chat messages mark chunks.
+        separator: a text that marks chunks in its texts. Empty: none.
+        why_not: why chunks that its text marks have no span; empty: all have.
     """
 
     spans: tuple[Span, ...] = ()
@@ -57,49 +76,60 @@ class BlendRequest:
     tenant: str = ""
     report: bool = False
     off: bool = False
+    parts: bool = False
+    separator: str = ""
+    why_not: str = ""
 
     @classmethod
-    def parse(cls, value: Any, defaults: BlendRequest) -> BlendRequest:
+    def parse(
+        cls, value: Any, defaults: BlendRequest, limits: ClientLimits = ANY_CLIENT
+    ) -> BlendRequest:
         """The request that a client's ``blend`` field asks for.
 
         Args:
             value: the field, or None where there is none.
             defaults: what holds for keys that are not there.
+            limits: what clients may set.
 
         Raises:
             ValueError: names the key, its value and what is allowed.
         """
         if value is None:
             return defaults
+        if value in ("off", "auto"):
+            limits.check_keys([value])
         if value == "off":
             return replace(defaults, off=True)
         if value == "auto":
-            return replace(defaults, auto=True)
+            return replace(defaults, auto=True, parts=True)
+        if value == "on":
+            value = {}
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
                 raise ValueError(
-                    f"blend is {short(value)}; allowed: 'auto', 'off', or an object as JSON ({error})"
+                    f"blend is {short(value)}; allowed: {FORMS} as JSON ({error})"
                 ) from None
         if not isinstance(value, Mapping):
-            raise ValueError(f"blend is {short(value)}; allowed: 'auto', 'off', or an object")
-        own = {"spans", "auto", "tenant", "report"}
-        theirs = {f.name for f in fields(BlendSettings)}
-        if unknown := sorted(str(key) for key in set(value) - own - theirs):
-            raise ValueError(
-                f"blend has an unknown key {short(unknown[0])}; allowed: "
-                f"{', '.join(sorted(own | theirs))}"
-            )
-        settings, paced = split_ratio({k: v for k, v in value.items() if k in theirs}, defaults.floor)
+            raise ValueError(f"blend is {short(value)}; allowed: {FORMS}")
+        limits.check_keys(value)
+        given = {key: item for key, item in value.items() if key in SETTINGS_FIELDS}
+        chosen, paced = split_ratio(given, defaults.floor)
+        settings = replace(defaults.settings, **chosen)
+        if not paced:
+            limits.check_ratios(settings, given)
         return cls(
             spans=parse_spans(value["spans"]) if "spans" in value else defaults.spans,
             auto=_flag("auto", value.get("auto", defaults.auto)),
-            settings=replace(defaults.settings, **settings),
+            settings=settings,
             paced=paced or (defaults.paced and not {"recomp_ratio", "recomp_ratios"} & value.keys()),
             floor=defaults.floor,
             tenant=_text("tenant", value.get("tenant", defaults.tenant)),
             report=_flag("report", value.get("report", defaults.report)),
+            parts=defaults.parts or "spans" not in value,
+            separator=_text("separator", value.get("separator", defaults.separator)),
+            why_not=defaults.why_not,
         )
 
     def check(self, num_prompt_tokens: int, num_layers: int) -> None:
@@ -121,6 +151,11 @@ class BlendRequest:
         spans = tuple((int(start), int(end)) for start, end in values["spans"])
         settings = BlendSettings.from_mapping(values["settings"])
         return cls(**(values | {"spans": spans, "settings": settings}))
+
+
+def sign(report: Mapping[str, Any]) -> dict[str, int]:
+    """What every answer tells of a request that was blended; empty: it was not."""
+    return {key: report[key] for key in SIGN} if report["reused_tokens"] else {}
 
 
 def pieces(start: int, end: int, max_tokens: int) -> list[Span]:

@@ -7,13 +7,20 @@ computes by themselves; or what stood before it in the prompt of a request that 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_blend.core import stand_in as own_text
 from vllm_blend.core.plans import ChunkIds
-from vllm_blend.core.prompt import TokenIds, chat_frame, head_ids, plain_frame, text_ids
+from vllm_blend.core.prompt import (
+    PINNED_DAY,
+    TokenIds,
+    chat_frame,
+    head_ids,
+    plain_frame,
+    text_ids,
+)
 from vllm_blend.core.static_scores import SCORING_TOKENS
 from vllm_blend.server.chunks.token_index import Run
 
@@ -120,17 +127,23 @@ def chunk_contexts(
     system: str | None = None,
     head: str = "",
     stand_in: str | None = None,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
     harvest: bool = False,
 ) -> Contexts:
     """The chat template's head, else BOS, then ``head``; for all chunks but the first ``stand_in`` too.
 
     The head need not be the prompt's own beginning, but the nearer it is, the better (docs/quality.md).
+    A template that tells the day is rendered for one that never changes: chunks are known by what they
+    are computed behind, tomorrow and in other servers too.
 
     Args:
         vllm_config: the engine's.
         system: a system message for the template; None: its default.
         head: text after all that.
         stand_in: text after that; None: a text of our own.
+        template: the chat template, if it is not the tokenizer's.
+        variables: of the template.
         harvest: as in ``Contexts``.
 
     Raises:
@@ -148,7 +161,7 @@ def chunk_contexts(
 
     tokenizer = cached_tokenizer_from_config(model_config)
     try:
-        frame = chat_frame(tokenizer, system)
+        frame = chat_frame(tokenizer, system, template, {**PINNED_DAY, **(variables or {})})
     except Exception as error:  # no chat template, or one that does not take these messages
         if system is not None:
             raise ValueError(f"system of vllm_blend does not fit the chat template: {error}") from error

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core.plans import EXTRA_ARG
+from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
 from vllm_blend.server.frontend import metrics
-from vllm_blend.server.request import REPORT_KEY, SPANS_KEY, BlendRequest
+from vllm_blend.server.request import (
+    REPORT_KEY,
+    SIZES,
+    SPANS_KEY,
+    WHY_NOT_KEY,
+    BlendRequest,
+    Span,
+    sign,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,40 +37,106 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
     """
     settings = ServerSettings.of(vllm_config)
     if settings is None:
-        if field is not None:
-            raise _refusal(
-                f"blend is {type(field).__name__}, and this engine was not started to blend requests; "
-                f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a """
-                "BlendPlan to an LLM in this process"
-            )
-        return
-    marked = prompt.get(SPANS_KEY, ()) if isinstance(prompt, dict) else ()
-    spans = tuple((start, end) for start, end in marked)
+        return _refuse_any(field)
+    rendered = prompt if isinstance(prompt, dict) else {}
+    spans = tuple((start, end) for start, end in rendered.get(SPANS_KEY, ()))
+    params = request.sampling_params
+    blend_request = parse(settings, field, spans, rendered.get(WHY_NOT_KEY, ""))
+    try:
+        if field is not None and not blend_request.off:
+            check_can_blend(request)
+    except ValueError as error:
+        raise _refusal(str(error)) from None
+    _check(vllm_config, blend_request, len(request.prompt_token_ids or ()))
+    blend_request = blend_request.split(settings.max_chunk_tokens)
+    blend_request = _without_large(blend_request, vllm_config, settings)
+    asks = blend_request.spans or blend_request.auto or blend_request.report
+    wanted = not blend_request.off and asks and _can_blend(request)
+    extra_args = {k: v for k, v in (params.extra_args or {}).items() if k != EXTRA_ARG}
+    params.extra_args = extra_args | ({EXTRA_ARG: blend_request.to_wire()} if wanted else {})
+
+
+def check_early(vllm_config: VllmConfig, field: Any, num_tokens: int) -> None:
+    """Refuses a wrong field once a prompt is rendered: later its answer may have begun to stream.
+
+    Args:
+        vllm_config: the engine's.
+        field: the client's ``blend`` field, or None.
+        num_tokens: of the prompt.
+
+    Raises:
+        VLLMValidationError: names what is wrong with the field.
+    """
+    settings = ServerSettings.of(vllm_config)
+    if settings is None:
+        return _refuse_any(field)
+    if field is not None:
+        _check(vllm_config, parse(settings, field), num_tokens)
+
+
+def _check(vllm_config: VllmConfig, blend_request: BlendRequest, num_tokens: int) -> None:
+    model_config = vllm_config.model_config
+    try:
+        blend_request.settings.check_architecture([model_config.architecture])
+        blend_request.check(num_tokens, model_config.hf_text_config.num_hidden_layers)
+    except ValueError as error:
+        raise _refusal(str(error)) from None
+
+
+def _refuse_any(field: Any) -> None:
+    """Refuses a field where the engine was not started to blend."""
+    if field is not None:
+        raise _refusal(
+            f"blend is {type(field).__name__}, and this engine was not started to blend requests; "
+            f"""start it with --additional-config '{{"{CONFIG_KEY}": {{}}}}', or give a """
+            "BlendPlan to an LLM in this process"
+        )
+
+
+def parse(
+    settings: ServerSettings, field: Any, spans: tuple[Span, ...] = (), why_not: str = ""
+) -> BlendRequest:
+    """What a request asks for.
+
+    Args:
+        settings: the server's.
+        field: the client's ``blend`` field, or None.
+        spans: of the chunks that are marked in its text.
+        why_not: why not all of them have one; empty: they have.
+
+    Raises:
+        VLLMValidationError: names what is wrong with the field.
+    """
     defaults = BlendRequest(
         spans=spans,
         auto=settings.auto,
         settings=settings.blend,
         paced=settings.paced,
         floor=settings.quality_floor,
+        parts=settings.parts,
+        separator=settings.separator,
+        why_not=why_not,
     )
-    params = request.sampling_params
     try:
-        blend_request = BlendRequest.parse(field, defaults)
-        if blend_request.paced and settings.store is None:
+        found = BlendRequest.parse(field, defaults, settings.client_limits)
+        if found.paced and settings.store is None:
             raise ValueError(NO_STORE)
-        if field is not None and not blend_request.off:
-            check_can_blend(request)
-        blend_request.settings.check_architecture([vllm_config.model_config.architecture])
-        config = vllm_config.model_config.hf_text_config
-        blend_request.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
-        blend_request = blend_request.split(settings.max_chunk_tokens)
     except ValueError as error:
         raise _refusal(str(error)) from None
-    wanted = (
-        not blend_request.off and (blend_request.spans or blend_request.auto) and _can_blend(request)
-    )
-    extra_args = {k: v for k, v in (params.extra_args or {}).items() if k != EXTRA_ARG}
-    params.extra_args = extra_args | ({EXTRA_ARG: blend_request.to_wire()} if wanted else {})
+    return found
+
+
+def _without_large(
+    blend_request: BlendRequest, vllm_config: VllmConfig, settings: ServerSettings
+) -> BlendRequest:
+    """The request without chunks that are larger than all memory for chunks: they are never known."""
+    largest = settings.chunk_bytes // bytes_per_token(vllm_config)
+    spans = tuple((start, end) for start, end in blend_request.spans if end - start <= largest)
+    if spans == blend_request.spans:
+        return blend_request
+    memory = "ram_gb" if settings.store is None else "host_gb of store"
+    why_not = f"chunks are larger than the memory for them, {largest} tokens ({memory})"
+    return replace(blend_request, spans=spans, why_not=why_not)
 
 
 def check_can_blend(request: Any) -> None:
@@ -83,20 +159,23 @@ def _can_blend(request: Any) -> bool:
 
 
 def count_reports(outputs: list[Any]) -> None:
-    """Counts the engine's reports, and leaves in the outputs those that a client asked for."""
+    """Counts the engine's reports; leaves in the outputs what clients are told.
+
+    A client that asked has its report, any other whose request was blended a ``sign``.
+    """
     for output in outputs:
         params = output.kv_transfer_params
         if params is None or REPORT_KEY not in params:
             continue
         report = dict(params[REPORT_KEY])
-        labels = report.pop("labels")
-        if report.pop("counts"):
+        labels = report.pop("labels", ())
+        if report.pop("counts", False):
             metrics.count(report, labels)
-        if report.pop("asked"):
-            output.kv_transfer_params = params | {REPORT_KEY: report}
-        else:
-            rest = {key: value for key, value in params.items() if key != REPORT_KEY}
-            output.kv_transfer_params = rest or None
+        told = report if report.pop("asked", False) else sign(report)
+        if not report.pop("tells_sizes", False):
+            told = {key: value for key, value in told.items() if key not in SIZES}
+        rest = {key: value for key, value in params.items() if key != REPORT_KEY}
+        output.kv_transfer_params = (rest | {REPORT_KEY: told} if told else rest) or None
 
 
 def _refusal(message: str) -> Exception:

@@ -1,71 +1,117 @@
 """Chunks marked in text: the parts of a chat message, and a separator.
 
-Marks go into the text before the chat template and come out before the tokenizer: the text is cut at
-them, each piece is tokenized by itself, and the pieces that are chunks become spans. So a chunk has the
-same token ids in every prompt, and no text is tokenized twice.
+Messages are marked before the chat template, and the rendered text is cut at the marks. Each piece is
+tokenized by itself, and the pieces that are chunks become spans. So a chunk has the same token ids in
+every prompt, and no text is tokenized twice.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_blend.server.request import Span
 
-START, END = "\uf8f0", "\uf8f1"
-"""Around a chunk; of Unicode's private use area, which texts have no business with."""
+Piece = tuple[str, bool]
+"""A piece of a text, and whether it is a chunk."""
+
+TEXT_PARTS = ("text", "input_text")
+"""Types of a message's text parts, in Chat Completions and in Responses."""
 
 
-def mark_parts(messages: Sequence[Any]) -> list[Any]:
-    """Chat messages whose text parts, but the last of each message, are marked as chunks."""
-    return [_mark_message(message) for message in messages]
+class Marks(NamedTuple):
+    """Around a chunk: drawn for each request after its text is there, so that no text can hold them.
+
+    Digits alone, which templates leave as they are, JSON or not.
+    """
+
+    start: str
+    end: str
+
+    @classmethod
+    def draw(cls) -> Marks:
+        return cls(*(f"{secrets.randbits(128):039d}" for _ in cls._fields))
 
 
-def _mark_message(message: Any) -> Any:
+def mark_messages(messages: Sequence[Any], parts: bool, separator: str, marks: Marks) -> list[Any]:
+    """Chat messages with their chunks marked; the assistant's have none.
+
+    Args:
+        messages: as vLLM has them; they are not changed.
+        parts: the text parts of a message, but its last, are chunks.
+        separator: chunks are also what lies between two of it within one text; it is taken out.
+            Empty: none.
+        marks: put around each chunk.
+    """
+    return [_mark_message(message, parts, separator, marks) for message in messages]
+
+
+def _mark_message(message: Any, parts: bool, separator: str, marks: Marks) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
-    if content is None or isinstance(content, str) or message.get("role") == "assistant":
+    if content is None or message.get("role") == "assistant":
         return message
-    parts = list(content)  # vLLM may hand over an iterator
-    texts = [at for at, part in enumerate(parts) if isinstance(_text_of(part), str)]
-    for at in texts[:-1]:
-        parts[at] = {"type": "text", "text": f"{START}{remove_marks(_text_of(parts[at]))}{END}"}
-    return message | {"content": parts}
+    if isinstance(content, str):
+        return message | {"content": _mark_text(content, False, separator, marks)}
+    content = list(content)  # vLLM may hand over an iterator
+    texts = [at for at, part in enumerate(content) if isinstance(_text_of(part), str)]
+    for at in texts:
+        text = _mark_text(_text_of(content[at]), parts and at != texts[-1], separator, marks)
+        content[at] = content[at] | {"text": text}
+    return message | {"content": content}
 
 
 def _text_of(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") == "text":
+    if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
         return part.get("text")
     return None
 
 
-def remove_marks(text: str) -> str:
-    """``text`` without marks."""
-    return text.replace(START, "").replace(END, "")
+def _mark_text(text: str, whole: bool, separator: str, marks: Marks) -> str:
+    """``text`` with its chunks marked; ``whole``: all of it is."""
+    pieces = split(text, separator)
+    return "".join(
+        f"{marks.start}{piece}{marks.end}" if whole or between else piece for piece, between in pieces
+    )
 
 
-def cut(text: str, separator: str) -> list[tuple[str, bool]]:
-    """The pieces of a marked text, and whether each is a chunk; none is empty."""
-    pieces: list[tuple[str, bool]] = []
-    sections = text.split(separator) if separator else [text]
-    for index, section in enumerate(sections):
-        between = 0 < index < len(sections) - 1
-        first, *marked = section.split(START)
-        pieces.append((first, between))
-        for part in marked:
-            chunk, _, rest = part.partition(END)
-            pieces += [(chunk, True), (rest, between)]
-    return [(text.replace(END, ""), is_chunk) for text, is_chunk in pieces if text]
+def split(text: str, separator: str) -> list[Piece]:
+    """The pieces of a text around its separators; those between two are chunks, and none is empty."""
+    pieces = text.split(separator) if separator else [text]
+    last = len(pieces) - 1
+    return [(piece, 0 < index < last) for index, piece in enumerate(pieces) if piece]
+
+
+def cut(text: str, marks: Marks) -> list[Piece]:
+    """The pieces of a marked text; none is empty."""
+    first, *marked = text.split(marks.start)
+    pieces = [(first, False)]
+    for part in marked:
+        chunk, _, rest = part.partition(marks.end)
+        pieces += [(chunk, True), (rest, False)]
+    return [(text.replace(marks.end, ""), is_chunk) for text, is_chunk in pieces if text]
+
+
+def without_marks(value: Any, marks: Marks) -> Any:
+    """A conversation, or a part of one, with all marks taken out of its texts."""
+    if isinstance(value, str):
+        return value.replace(marks.start, "").replace(marks.end, "")
+    if isinstance(value, list):
+        return [without_marks(item, marks) for item in value]
+    if isinstance(value, dict):
+        return {key: without_marks(item, marks) for key, item in value.items()}
+    return value
 
 
 def tokenize(
-    pieces: Sequence[tuple[str, bool]],
+    pieces: Sequence[Piece],
     encode: Callable[[str, bool], Sequence[int]],
     min_chunk_tokens: int,
 ) -> tuple[list[int], list[Span]]:
     """Token ids of the pieces, one after the other, and the chunks' spans.
 
     Args:
-        pieces: of ``cut``.
+        pieces: of ``split`` or ``cut``.
         encode: a piece's token ids; its second argument tells the first piece, which alone gets BOS.
         min_chunk_tokens: shorter chunks get no span.
     """

@@ -1,15 +1,16 @@
 """vLLM's renderer of text prompts, with chunks marked on the way to token ids.
 
 Registered in vLLM's ``RENDERER_REGISTRY``. In a server that was not started to blend it changes
-nothing.
+nothing, nor does it change a text in which neither its request nor the operator marks chunks.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,63 +18,136 @@ from cachetools import LRUCache, cachedmethod
 from vllm.renderers.hf import HfRenderer
 
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.server.frontend.chunk_markers import START, cut, mark_parts, remove_marks, tokenize
-from vllm_blend.server.request import SPANS_KEY
+from vllm_blend.server.frontend.admission import check_early, parse
+from vllm_blend.server.frontend.asked import asked
+from vllm_blend.server.frontend.chunk_markers import (
+    Marks,
+    Piece,
+    cut,
+    mark_messages,
+    split,
+    tokenize,
+    without_marks,
+)
+from vllm_blend.server.request import SPANS_KEY, WHY_NOT_KEY, BlendRequest
 
 CACHED_BYTES = 128 << 20
 """Of pieces that are remembered: their texts, token ids, and what it takes to find them."""
-ENTRY_BYTES = 500
+ENTRY_BYTES = 560
 """Of a piece, beside its text and token ids."""
 
-Piece = tuple[str, npt.NDArray[np.int32]]
+PIECES_KEY = "blend_pieces"
+"""The key of a prompt that holds what its text was cut into, a ``Cut``."""
+
+Ids = tuple[str, npt.NDArray[np.int32]]
 """A text and its token ids."""
+
+
+class Cut(NamedTuple):
+    """A text's pieces, and whose it is."""
+
+    pieces: list[Piece]
+    tenant: str
 
 
 class BlendRenderer(HfRenderer):
     """``HfRenderer``, whose prompts carry the spans of marked chunks under ``SPANS_KEY``.
 
-    Chunks come back in other prompts, so a marked prompt's pieces are tokenized once and remembered.
+    Chunks come back in other prompts, so a marked prompt's pieces are tokenized once and remembered,
+    for each tenant by itself: how long it takes tells nobody what others sent.
     """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self.blend_settings = ServerSettings.of(config)
-        self._ids: LRUCache[str, Piece] = LRUCache(CACHED_BYTES, _num_bytes)
+        self._ids: LRUCache[tuple[str, str], Ids] = LRUCache(CACHED_BYTES, _num_bytes)
         self._ids_lock = threading.Lock()  # vLLM tokenizes in threads
 
+    # --- chat messages --------------------------------------------------------------------------
+
     def render_messages(self, messages: Any, params: Any) -> Any:
-        return super().render_messages(self._marked(messages), params)
+        wishes = self._wishes()
+        if wishes is None or self._renders_ids(params):
+            return super().render_messages(messages, params)
+        marks = Marks.draw()
+        marked = mark_messages(messages, wishes.parts, wishes.separator, marks)
+        return _cut(super().render_messages(marked, params), marks)
 
     async def render_messages_async(self, messages: Any, params: Any) -> Any:
-        return await super().render_messages_async(self._marked(messages), params)
+        wishes = self._wishes()
+        if wishes is None or self._renders_ids(params):
+            return await super().render_messages_async(messages, params)
+        marks = Marks.draw()
+        marked = mark_messages(messages, wishes.parts, wishes.separator, marks)
+        return _cut(await super().render_messages_async(marked, params), marks)
 
-    def _marked(self, messages: Any) -> Any:
-        settings = self.blend_settings
-        return mark_parts(messages) if settings is not None and settings.parts else messages
+    def _renders_ids(self, params: Any) -> bool:
+        """Whether a chat's rendering is token ids, in which no mark can be found again."""
+        ids = params.chat_template_kwargs.get("tokenize", True)  # vLLM's default
+        return bool(ids) or self.model_config.enable_prompt_embeds
+
+    def _wishes(self) -> BlendRequest | None:
+        """How the request at hand marks chunks in its texts; None: it does not."""
+        if self.blend_settings is None:
+            return None
+        wishes = parse(self.blend_settings, asked().field)
+        return wishes if wishes.parts or wishes.separator else None
+
+    # --- texts ----------------------------------------------------------------------------------
+
+    def render_prompts(self, prompts: Sequence[Any]) -> list[Any]:
+        return self._split(super().render_prompts(prompts))
+
+    async def render_prompts_async(self, prompts: Sequence[Any]) -> list[Any]:
+        return self._split(await super().render_prompts_async(prompts))
+
+    def _split(self, prompts: list[Any]) -> list[Any]:
+        """Prompts with their texts, where they are texts, cut at separators."""
+        wishes = self._wishes()
+        if wishes is None or not wishes.separator:
+            return prompts
+        return [
+            _with_pieces(prompt, split(prompt["prompt"], wishes.separator))
+            if isinstance(prompt.get("prompt"), str) and "prompt_token_ids" not in prompt
+            else prompt
+            for prompt in prompts
+        ]
+
+    # --- token ids ------------------------------------------------------------------------------
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
-        settings = self.blend_settings
-        text = prompt["prompt"]
-        if settings is None or not (START in text or settings.separator and settings.separator in text):
+        found: Cut | None = prompt.get(PIECES_KEY)
+        if found is None:
             return super()._tokenize_prompt(prompt, params)
-        pieces = cut(text, settings.separator)
-        plain = prompt | {"prompt": remove_marks(text.replace(settings.separator, ""))}
-        if params.truncate_prompt_tokens is not None or params.return_token_offsets:
-            return super()._tokenize_prompt(plain, params)  # spans would not stay where they are
+        prompt = {key: value for key, value in prompt.items() if key != PIECES_KEY}
+        assert self.blend_settings is not None
+        why_not = ""
+        if params.truncate_prompt_tokens is not None:
+            why_not = "a prompt with truncate_prompt_tokens has no marked chunks"
+        elif params.return_token_offsets or params.do_lower_case:
+            why_not = "a prompt with return_token_offsets or in lower case has no marked chunks"
+        if why_not:
+            return super()._tokenize_prompt(prompt | {WHY_NOT_KEY: why_not}, params)
+        tenant = prompt.get("cache_salt") or found.tenant
 
         def encode(piece: str, first: bool) -> list[int]:
             if first and params.add_special_tokens:
                 return self._encode(piece, params)
-            _, ids = self._piece(piece, replace(params, add_special_tokens=False))
+            _, ids = self._piece(tenant, piece, replace(params, add_special_tokens=False))
             return ids.tolist()
 
-        token_ids, spans = tokenize(pieces, encode, settings.min_chunk_tokens)
-        return self._build_tokens_prompt(token_ids, plain | {SPANS_KEY: spans})
+        least = self.blend_settings.min_chunk_tokens
+        token_ids, spans = tokenize(found.pieces, encode, least)
+        if len(spans) < sum(is_chunk for _, is_chunk in found.pieces):
+            why_not = f"marked chunks are shorter than min_chunk_tokens, {least}"
+        return self._build_tokens_prompt(token_ids, prompt | {SPANS_KEY: spans, WHY_NOT_KEY: why_not})
 
     @cachedmethod(
-        lambda self: self._ids, key=lambda _, piece, params: piece, lock=lambda self: self._ids_lock
+        lambda self: self._ids,
+        key=lambda _, tenant, piece, params: (tenant, piece),
+        lock=lambda self: self._ids_lock,
     )
-    def _piece(self, piece: str, params: Any) -> Piece:
+    def _piece(self, tenant: str, piece: str, params: Any) -> Ids:
         """A piece's ids without special tokens; nothing else in ``params`` changes them."""
         return piece, np.array(self._encode(piece, params), dtype=np.int32)
 
@@ -81,19 +155,37 @@ class BlendRenderer(HfRenderer):
         ids: list[int] = super()._tokenize_prompt({"prompt": piece}, params)["prompt_token_ids"]
         return ids
 
+    # --- the engine's input ---------------------------------------------------------------------
+
     def _process_tokens(self, prompt: Any, **kwargs: Any) -> Any:
-        return _keep_spans(prompt, super()._process_tokens(prompt, **kwargs))
+        return self._checked(prompt, super()._process_tokens(prompt, **kwargs))
 
     async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
-        return _keep_spans(prompt, await super()._process_tokens_async(prompt, **kwargs))
+        return self._checked(prompt, await super()._process_tokens_async(prompt, **kwargs))
+
+    def _checked(self, prompt: Any, engine_input: Any) -> Any:
+        """The engine's input, with the spans of the prompt that it was made of."""
+        check_early(self.config, asked().field, len(engine_input["prompt_token_ids"]))
+        for key in (SPANS_KEY, WHY_NOT_KEY):
+            if value := prompt.get(key):
+                engine_input[key] = value
+        return engine_input
 
 
-def _num_bytes(piece: Piece) -> int:
+def _cut(rendered: Any, marks: Marks) -> tuple[Any, Any]:
+    """A rendered chat without its marks; the prompt has the pieces that they cut it into."""
+    conversation, prompt = rendered
+    pieces = cut(prompt["prompt"], marks)
+    return without_marks(conversation, marks), _with_pieces(prompt, pieces)
+
+
+def _with_pieces(prompt: Any, pieces: list[Piece]) -> Any:
+    text = "".join(piece for piece, _ in pieces)
+    if not any(is_chunk for _, is_chunk in pieces):
+        return prompt | {"prompt": text}
+    return prompt | {"prompt": text, PIECES_KEY: Cut(pieces, asked().tenant)}
+
+
+def _num_bytes(piece: Ids) -> int:
     text, ids = piece
     return sys.getsizeof(text) + ids.nbytes + ENTRY_BYTES
-
-
-def _keep_spans(prompt: Any, engine_input: Any) -> Any:
-    if spans := prompt.get(SPANS_KEY):
-        engine_input[SPANS_KEY] = spans
-    return engine_input

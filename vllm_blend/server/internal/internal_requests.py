@@ -50,7 +50,13 @@ class InternalRequests:
         longest = model_config.max_model_len - 1
         self.stopped = False
         self.contexts = chunk_contexts(
-            vllm_config, settings.system, settings.head, settings.stand_in, settings.harvest
+            vllm_config,
+            settings.system,
+            settings.head,
+            settings.stand_in,
+            settings.chat_template,
+            settings.chat_template_kwargs,
+            settings.harvest,
         )
         if not self.contexts.first:
             logger.warning(

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_blend.core.plans import KeyedPlan, KeyedSpan
 from vllm_blend.core.step import Blended
-from vllm_blend.server.request import REPORT_KEY
+from vllm_blend.server.request import REPORT_KEY, sign
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -17,18 +17,24 @@ FAILED = "blending failed, so it was computed in full; the server's log has the 
 
 
 class Reports:
-    """Reports of unfinished requests; a request's first output takes one along.
+    """Reports of unfinished requests; a request's outputs take one along, or a sign of it.
 
     Args:
         labels: model name and engine, as vLLM's metrics have them.
         log_requests: one INFO line a request.
         sizes: what is kept, for gauges.
+        tells_sizes: clients that ask for a report are told that too.
     """
 
     def __init__(
-        self, labels: tuple[str, str], log_requests: bool, sizes: Callable[[], dict[str, Any]]
+        self,
+        labels: tuple[str, str],
+        log_requests: bool,
+        sizes: Callable[[], dict[str, Any]],
+        tells_sizes: bool = False,
     ) -> None:
         self._labels = labels
+        self._tells_sizes = tells_sizes
         self._log_requests = log_requests
         self._sizes = sizes
         self._reports: dict[str, dict[str, Any]] = {}
@@ -76,6 +82,7 @@ class Reports:
             "lookup_seconds": lookup_seconds,
             "why_not": why_not,
             "asked": asked,
+            "tells_sizes": self._tells_sizes,
             "decision": decided,
             "counts": True,
             "labels": self._labels,
@@ -129,12 +136,12 @@ class Reports:
             return
         if output.prefill_stats is not None:  # of the first output
             self._tell(output.request_id, output.prefill_stats.num_cached_tokens)
-        params = output.kv_transfer_params or {}
-        output.kv_transfer_params = params | {REPORT_KEY: report | self._sizes()}
-        if report["asked"]:  # an answer has the report of its last output
-            report["counts"] = False
-        else:
-            self.forget(output.request_id)
+        told: dict[str, Any] = sign(report)
+        if report["asked"] or report["counts"]:
+            told = report | self._sizes()
+        if told:  # in every output, since any may be the last that a client gets
+            output.kv_transfer_params = (output.kv_transfer_params or {}) | {REPORT_KEY: told}
+        report["counts"] = False
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -106,7 +106,7 @@ class BlendScheduler(StepRoom):
         self._store_stats: dict[str, int] = {}
         engine = self.vllm_config.parallel_config.data_parallel_index
         labels = self.vllm_config.model_config.served_model_name, str(engine)
-        self.blend_reports = Reports(labels, settings.log_requests, self._sizes)
+        self.blend_reports = Reports(labels, settings.log_requests, self._sizes, settings.report_sizes)
         if window := self._window():
             logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
         elif self._cuts:
@@ -205,7 +205,8 @@ class BlendScheduler(StepRoom):
         found = self.blend_lookup(tenant, tokens, blend_request, request.request_id)
         spans, why = found.spans, ""
         if not spans:
-            why = "no chunk is known yet" if found.missed else "no chunk in the prompt"
+            unmarked = blend_request.why_not or "no chunk in the prompt"
+            why = "no chunk is known yet" if found.missed else unmarked
             if found.short and not found.missed:
                 least = self.blend_settings.min_chunk_tokens
                 why = f"its chunks have fewer than {least} tokens (min_chunk_tokens)"
