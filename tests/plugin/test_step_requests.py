@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_blend.core.kv import StoredKV
-from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, KeyedPlan
+from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, KeyedPlan, KeyedSpan
 from vllm_blend.model.blending import Blending
 from vllm_blend.plugin.attach import BlendModel
 from vllm_blend.plugin.step_requests import BlendModelState, state_class
@@ -121,7 +121,7 @@ def test_a_plan_that_cannot_be_made_is_reported(state: State) -> None:
         raise MemoryError("none left")
 
     blending.chunks = SimpleNamespace(resolve=fails)
-    state.add_request(0, new("keyed", KeyedPlan(())))
+    state.add_request(0, new("keyed", KeyedPlan((KeyedSpan(0, 2, b"chunk"),))))
     state.add_request(1, new("collect", CollectPlan()))
     state.prepare_inputs(*batch_of(("keyed", 5, 3, 12), ("collect", 4, 8, 12), ("plain", 1, 0, 1)))
     assert blending.is_on

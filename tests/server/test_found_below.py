@@ -29,7 +29,7 @@ def chunk_of(tenant: str, start: int, end: int) -> ChunkIds:
 @contextmanager
 def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
     store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
-    values = {"vllm_blend": {"store": store} | config}
+    values = {"vllm_blend": {"store": store, "harvest": False} | config}
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=values) as engine,

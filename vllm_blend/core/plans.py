@@ -27,7 +27,7 @@ class ChunkSpan:
     """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
 
     ``token_ids``, where known, are compared with the prompt's before the KV is used.
-    ``exact``: it was computed behind just what stands before it here, so nothing is gained by computing
+    ``exact``: it was computed after just what stands before it here, so nothing is gained by computing
     it again.
     """
 
@@ -46,11 +46,13 @@ class BlendPlan:
     """What one request reuses. Immutable, so requests may share it (``n > 1``).
 
     ``timed``: measure its stages (``core/stage_clock.py``).
+    ``harvest``: parts of the prompt whose KV is kept as this prefill computes it; outside of ``spans``.
     """
 
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+    harvest: tuple[CollectPlan, ...] = ()
 
     @cached_property
     def made(self) -> dict[str, torch.Tensor]:
@@ -63,7 +65,17 @@ class BlendPlan:
     def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
         """Raises ValueError if the plan does not fit the prompt or the model."""
         self.settings.check_num_layers(shape.num_layers)
-        check_spans([(span.start, span.end) for span in self.spans], len(prompt_token_ids))
+        places = [(span.start, span.end) for span in self.spans]
+        if places or not self.harvest:
+            check_spans(places, len(prompt_token_ids))
+        if self.harvest:
+            kept = [(part.start, part.num_prompt_tokens) for part in self.harvest]
+            check_spans(sorted(places + kept), len(prompt_token_ids))
+            if places and not self.settings.early:
+                raise ValueError(
+                    f"policy is {self.settings.policy!r} and KV is to be kept of the same prompt; "
+                    "allowed: policies that choose all rows before the first layer"
+                )
         for index, span in enumerate(self.spans):
             span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
             found = tuple(prompt_token_ids[span.start : span.end])
@@ -84,7 +96,7 @@ class ChunkIds:
 
     Attributes:
         tenant: only its requests find the chunk.
-        context: token ids that its KV is computed behind.
+        context: token ids that its KV is computed after.
     """
 
     tenant: str
@@ -93,7 +105,7 @@ class ChunkIds:
 
     @property
     def shelf(self) -> tuple[str, tuple[int, ...]]:
-        """What it has in common with others: whose they are, and what they are computed behind."""
+        """What it has in common with others: whose they are, and what they are computed after."""
         return self.tenant, self.context
 
 
@@ -118,6 +130,7 @@ class KeyedPlan:
     spans: tuple[KeyedSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+    harvest: tuple[CollectPlan, ...] = ()
 
 
 class Collected(Protocol):
@@ -130,17 +143,18 @@ class Collected(Protocol):
 
 @dataclass(eq=False)
 class CollectPlan:
-    """A request whose KV is kept: rows from ``start`` on of its prompt.
+    """Rows of a prompt whose KV is kept: from ``start`` to ``num_prompt_tokens``; of a ``BlendPlan``'s
+    ``harvest`` that is where the part ends.
 
     Attention hands them over window by window (``model/collect.py``); all is there when the prefill
-    has ended.
+    has come to their end.
 
     Attributes:
         into: where they go; None: to ``kv``, where they are.
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
-        scored: ``key``'s KV is there, computed behind something else: keep only its tokens' scores.
+        scored: ``key``'s KV is there, computed after something else: keep only its tokens' scores.
         prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
         as_written: keep K as attention writes it, rotated to its place.
     """
@@ -159,6 +173,11 @@ class CollectPlan:
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object
+
+    @property
+    def num_tokens(self) -> int:
+        """How many rows are to be kept."""
+        return self.num_prompt_tokens - self.start
 
     @property
     def spans(self) -> tuple[ChunkSpan, ...]:
@@ -186,7 +205,7 @@ class CollectPlan:
         return self._computed >= self.num_prompt_tokens
 
     def advance(self, position: int, end: int) -> None:
-        """The prompt's rows ``[position, end)`` were handed over; behind a gap they are of no use."""
+        """The prompt's rows ``[position, end)`` were handed over; after a gap they are of no use."""
         if position <= max(self._computed, self.start):
             self._computed = end
 
@@ -194,12 +213,18 @@ class CollectPlan:
         """Forgets what was handed over."""
         self._computed, self.kv, self.into = 0, [], None
 
+    def take(self) -> tuple[LayerKV, ...] | None:
+        """What is in ``kv``, once; None if there is a gap in it."""
+        kv, is_whole = tuple(self.kv), self.is_whole
+        self.restart()
+        return kv if is_whole else None
+
     def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
         skip = max(self.start - position, 0)
         rows = min(len(k), self.num_prompt_tokens - position)
         if self.into is None and layer == len(self.kv):
-            size = (self.num_prompt_tokens - self.start, *k.shape[1:])
+            size = (self.num_tokens, *k.shape[1:])
             self.kv.append((k.new_empty(size), v.new_empty(size)))
         if skip >= rows:
             return

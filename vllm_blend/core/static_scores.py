@@ -11,7 +11,7 @@ from vllm_blend.core.plans import ChunkSpan
 from vllm_blend.core.tensor_parallel import all_reduce_sum
 
 SCORING_TOKENS = 512
-"""Of a text of our own that chunks are computed behind for their scores, where there is no stand-in."""
+"""Of a text of our own that chunks are computed after for their scores, where there is no stand-in."""
 
 
 def movement(one: StoredKV, other: StoredKV) -> torch.Tensor:
@@ -62,7 +62,7 @@ def static_scores(windows: Sequence[Window]) -> torch.Tensor:
     """The scores of the windows' tokens (``StoredKV.scores``), ``[num_tokens]`` float32, on the host.
 
     A token whose KV is exact here has 0. One without scores counts as the mean of those that have
-    them, more at the beginning of its chunk and less behind it.
+    them, more at the beginning of its chunk and less after it.
     """
     parts = []
     known = []

@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm_blend.attention.base import LayerBlend
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
-from vllm_blend.core.plans import CollectPlan
+from vllm_blend.core.plans import BlendPlan
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
@@ -320,9 +320,7 @@ class Blending:
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called by each layer's attention in a step (``attention/base.py``)."""
         if self.collecting and self.step is not None and self.step.collected:
-            for request in self.step.collected:
-                plan = request.plan
-                assert isinstance(plan, CollectPlan)
+            for _, plan in self.step.collected:
                 if plan.key is not None and plan.into is None:
                     self.chunks.collect(plan, self.kv_shape, key.device)
             collect(self.step, self._frame, layer.index, layer.rotation, key, value)
@@ -333,13 +331,11 @@ class Blending:
         if not step.collected:
             return
         guard, ended = self.guard, []
-        for request in step.collected:
-            plan = request.plan
-            assert isinstance(plan, CollectPlan)
+        for request, plan in step.collected:
             plan.advance(request.position, request.end)
             if request.end >= plan.num_prompt_tokens:
-                ended.append(plan)
-        for plan in ended:
+                ended.append((plan, isinstance(request.plan, BlendPlan)))
+        for plan, harvested in ended:
             if plan.on_model:
                 for owner, kv in zip(self.owners, plan.kv, strict=True):
                     if owner is not None:
@@ -351,14 +347,16 @@ class Blending:
                 size = 2 * self.kv_shape.num_layers, plan.num_prompt_tokens - plan.start + 1
                 parts = guard.attempt(partial(self.chunks.distances, plan), None)
                 parts = all_reduce_sum(torch.zeros(size, device="cpu") if parts is None else parts)
-            guard.attempt(partial(self.chunks.keep, plan, parts), None)
+            guard.attempt(partial(self.chunks.keep, plan, parts, harvested), None)
         try:
             guard.agree()
         except StepFailed as failed:
             guard.caught(failed)
-            for request in step.collected:
-                request.plan.restart()  # type: ignore[union-attr]
-            self.chunks.drop([plan.key for plan in ended if plan.key is not None and not plan.scored])
+            for _, plan in step.collected:
+                plan.restart()
+            self.chunks.drop(
+                [plan.key for plan, _ in ended if plan.key is not None and not plan.scored]
+            )
 
     def take_clocks(self) -> list[StageClock]:
         """Those of the steps since this was last called; lets go of stored KV that is read."""

@@ -69,6 +69,16 @@ class ChosenRows:
         before = (other for other in self.kept if other.row < request.row)
         return request.row - sum(r.num_chunk_rows - self.kept[r].numel() for r in before)
 
+    def row_of(self, request: StepRequest, position: int) -> int:
+        """Which of the rows stands at ``position`` of a request's prompt, one that is computed; its
+        chosen rows are on the host."""
+        before = sum(
+            min(end, position) - start for _, start, end in request.windows if start < position
+        )
+        row = self.first_row(request) + position - request.position
+        kept = self.kept.get(request)
+        return row if kept is None else row - before + int((kept < before).sum())
+
     def candidates(self, request: StepRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """The request's chunk tokens that are still computed.
 

@@ -1,7 +1,7 @@
-"""The model's forward on rows as CUDA graphs, one up to each layer's attention and one behind the last.
+"""The model's forward on rows as CUDA graphs, one up to each layer's attention and one after the last.
 
 Launched from Python, a layer takes the host 0.3 to 0.6 ms: longer than a GPU computes some hundred rows
-of it. vLLM's own graphs end before attention and begin behind it; these hold attention too, for rows at
+of it. vLLM's own graphs end before attention and begin after it; these hold attention too, for rows at
 any positions. Between two of them the host does what a graph cannot: it lets the GPU wait for the next
 layer's stored KV, and hands out queries, K and V to what listens or collects.
 

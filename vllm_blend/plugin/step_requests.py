@@ -62,7 +62,11 @@ def begin(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> None
     """Makes the model's next forward one that blends or collects, if any of the step's requests has a
     plan."""
     if prefills:
-        to_blend = [one.request_id for one in prefills if not isinstance(one.plan, CollectPlan)]
+        to_blend = [
+            one.request_id
+            for one in prefills
+            if not isinstance(one.plan, CollectPlan) and one.plan.spans
+        ]
         blending.begin(to_blend, lambda: plan_step(blending, prefills, batch))
 
 

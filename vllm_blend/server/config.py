@@ -29,13 +29,17 @@ class ServerSettings:
         parts: the text parts of a chat message but its last mark chunks.
         separator: a text that marks chunks in any prompt: head, chunks and question lie between
             separators, which are not part of the prompt. Empty: none.
-        system: the system message that most requests have; chunks are computed behind it. None: the
+        system: the system message that most requests have; chunks are computed after it. None: the
             chat template's default.
         head: a text that most prompts begin with (in a chat: the user's turn); likewise. Empty: none.
         stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
-            corpus, as they would stand in a prompt: all chunks but a prompt's first are computed behind
+            corpus, as they would stand in a prompt: all chunks but a prompt's first are computed after
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
+        harvest: a chunk's KV is kept from the first prefill that computes it, after whatever stands
+            before it there: it is reused from the second request on. False: a chunk is computed by
+            itself, after ``head`` and ``stand_in``, when the engine has time; its KV depends on
+            nothing else then.
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
         max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
             computed, kept and loaded as a whole.
@@ -61,6 +65,7 @@ class ServerSettings:
     system: str | None = None
     head: str = ""
     stand_in: str | None = None
+    harvest: bool = True
     min_chunk_tokens: int = 16
     max_chunk_tokens: int = 8192
     ram_gb: float = 4.0
@@ -73,7 +78,7 @@ class ServerSettings:
     paced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("auto", "parts", "log_requests"):
+        for name in ("auto", "parts", "log_requests", "harvest"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
         for name in ("separator", "head"):
@@ -87,7 +92,8 @@ class ServerSettings:
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:
             if not isinstance(self.store, Mapping):
-                raise ValueError(f"store is {self.store!r}; expected an object, e.g. {EXAMPLE}")
+                kind = type(self.store).__name__  # the value may hold a password
+                raise ValueError(f"store is a {kind}; expected an object, e.g. {EXAMPLE}")
             _check_number("host_gb of store", self.store.get("host_gb"), float, 0)
         object.__setattr__(self, "quality_floor", check_ratio("quality_floor", self.quality_floor))
         if self.step_rows is not None:

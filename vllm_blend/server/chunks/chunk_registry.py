@@ -95,7 +95,7 @@ class ChunkRegistry:
         return self._chunks[key]
 
     def find(self, tenant: str, context: TokenIds, prompt: Windows, min_tokens: int) -> list[Run]:
-        """A tenant's known chunks computed behind ``context``, or parts of them, in a prompt."""
+        """A tenant's known chunks computed after ``context``, or parts of them, in a prompt."""
         index = self._indexes.get((tenant, context))
         runs = [] if index is None else index.find(prompt, min_tokens)
         for run in runs:
@@ -116,8 +116,10 @@ class ChunkRegistry:
         """Makes room for a chunk that is to come.
 
         Returns:
-            Its key; None if there is no room.
+            Its key; None if there is no room, or if it is on its way already.
         """
+        if chunk_key(new) in self._coming:
+            return None
         free = self.max_tokens - self.num_tokens
         victims = []
         for key, chunk in self._chunks.items():
@@ -134,6 +136,10 @@ class ChunkRegistry:
         self._coming[key] = new
         self.num_tokens += len(new.token_ids)
         return key
+
+    def coming(self, key: ChunkKey) -> ChunkIds | None:
+        """A chunk that room was made for and that is not here yet."""
+        return self._coming.get(key)
 
     def commit(self, key: ChunkKey) -> None:
         """The model's process has the chunk now."""

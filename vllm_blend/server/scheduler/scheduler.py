@@ -22,7 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from vllm_blend.core.plans import EXTRA_ARG, KeyedPlan
+from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, KeyedPlan
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
 from vllm_blend.server.chunks.prefix_cache import (
     BlendKVCacheManager,
@@ -98,6 +98,7 @@ class BlendScheduler:
             settings.max_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
+        self._harvests: dict[str, list[ChunkKey]] = {}  # by request; what is kept of its prefill
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
         self._rows_left = self._step_rows
         self._store_stats: dict[str, int] = {}
@@ -145,7 +146,12 @@ class BlendScheduler:
         if state is State.DECIDE:
             fetches.decide(waiting, marked, len(tokens), calibration)
         else:
-            missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
+            missing = [
+                chunk
+                for variants in marked
+                if self.blend_lookup.known(variants)[0] is None
+                for chunk in variants[: self.blend_own.contexts.num_suited]
+            ]
             found = []
             if waiting.blend_request.auto:
                 found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
@@ -175,8 +181,9 @@ class BlendScheduler:
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
         tenant = _tenant(request, blend_request)
-        spans, missed = self.blend_lookup(tenant, tokens, blend_request)
-        why = "" if spans else "no chunk is known yet" if missed else "no chunk in the prompt"
+        found = self.blend_lookup(tenant, tokens, blend_request)
+        spans = found.spans
+        why = "" if spans else "no chunk is known yet" if found.missed else "no chunk in the prompt"
         settings, decision = blend_request.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
@@ -184,10 +191,13 @@ class BlendScheduler:
             spans, why = [], decision.reason
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
         plan = None
+        timed = blend_request.report or bool(self.log_stats)
+        whole = KeyedPlan(tuple(spans), settings, timed, tuple(found.harvest))
+        if found.harvest:
+            params.extra_args[EXTRA_ARG] = whole
+            self._harvests[request.request_id] = [kept.key for kept in found.harvest if kept.key]
         if spans:
-            timed = blend_request.report or bool(self.log_stats)
-            plan = KeyedPlan(tuple(spans), settings, timed)
-            params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
+            params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan = whole
             self.blend_chunks.pin(span.key for span in spans)
             if self._caching:
                 name_blocks(request, plan, tenant, self._block_size)
@@ -195,7 +205,8 @@ class BlendScheduler:
             request.request_id,
             len(tokens),
             plan,
-            missed=missed,
+            missed=found.missed,
+            harvested=found.num_harvested if spans else 0,
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
             asked=blend_request.report,
@@ -303,6 +314,7 @@ class BlendScheduler:
         plan = self._plans.pop(request_id, None)
         if plan is not None:
             self.blend_chunks.unpin(span.key for span in plan.spans)
+        self._end_harvest(request_id)
 
     # --- results --------------------------------------------------------------------------------
 
@@ -332,6 +344,10 @@ class BlendScheduler:
             self.blend_reports.fail(request_id)
         for lost in events.lost:
             self._lose(lost)
+        for key in events.harvested:
+            if (chunk := self.blend_chunks.coming(key)) is not None:  # else its request was aborted
+                self.blend_chunks.commit(key)
+                self.blend_own.background.score(key, chunk)
         for key, found in events.fetched.items():
             assert self.blend_fetches is not None
             self.blend_fetches.answer(key, found)
@@ -343,6 +359,15 @@ class BlendScheduler:
             self.blend_fetches.learn(events.loads)
             self.blend_fetches.found(key, place)
         self._store_stats = events.store or self._store_stats
+
+    def _end_harvest(self, request_id: str) -> list[ChunkIds]:
+        """Gives up what is still to come of a request's prefill; returns that."""
+        left = []
+        for key in self._harvests.pop(request_id, ()):
+            if (chunk := self.blend_chunks.coming(key)) is not None:
+                self.blend_chunks.cancel(key)
+                left.append(chunk)
+        return left
 
     def _lose(self, lost: Lost) -> None:
         """A chunk's KV is not where it should be: it will be computed again.
@@ -379,6 +404,8 @@ class BlendScheduler:
             if ended:
                 self.blend_own.finish(request_id, output)
             return True
+        for chunk in self._end_harvest(request_id):  # its prefill has ended: the prefix cache had part
+            self.blend_lookup.miss(self.blend_own.contexts.by_itself(chunk))
         self.blend_reports.attach(output)
         if ended:
             self._forget(request_id)

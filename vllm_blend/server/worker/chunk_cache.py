@@ -29,6 +29,7 @@ class ChunkCache:
         self.memory = PinnedMemory(0)
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
+        self._harvested: list[ChunkKey] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -73,7 +74,9 @@ class ChunkCache:
                 kv = self.tiers.nearest(span.key) or kv
             tokens = kv.tokens(span.offset, end)
             spans.append(ChunkSpan(span.start, tokens, exact=span.exact))
-        return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
+        if not spans and not plan.harvest:
+            return None
+        return BlendPlan(tuple(spans), plan.settings, plan.timed, plan.harvest)
 
     def collect(self, plan: CollectPlan, shape: KVShape, device: torch.device) -> None:
         """Gives a plan a place for the K and V that come from ``device``.
@@ -83,21 +86,23 @@ class ChunkCache:
         """
         assert plan.key is not None
         if not plan.scored:
-            num_tokens = plan.num_prompt_tokens - plan.start
-            plan.into = HostRows(self.memory.reserve(plan.key, shape, num_tokens))
+            plan.into = HostRows(self.memory.reserve(plan.key, shape, plan.num_tokens))
         elif (base := self._chunks.get(plan.key)) is not None:  # else it was dropped meanwhile
             plan.into = Distances(base, shape, device)
 
     def distances(self, plan: CollectPlan) -> torch.Tensor | None:
-        """Of a chunk that was computed behind something else for its scores: what this rank's heads
+        """Of a chunk that was computed after something else for its scores: what this rank's heads
         bring to them (``core/static_scores.py``); None: what is stored was dropped meanwhile."""
         return plan.into.sums() if isinstance(plan.into, Distances) else None
 
-    def keep(self, plan: CollectPlan, parts: torch.Tensor | None = None) -> None:
+    def keep(
+        self, plan: CollectPlan, parts: torch.Tensor | None = None, harvested: bool = False
+    ) -> None:
         """Keeps what was collected under a key, if it is whole.
 
         Args:
             parts: the sum of all ranks' ``distances``; of a plan that is scored.
+            harvested: it is a part of a client's prompt.
         """
         assert plan.key is not None
         # vLLM may hand the plan over again after a preemption: it starts anew
@@ -113,19 +118,22 @@ class ChunkCache:
         if self.tiers is not None and plan.chunk is not None:
             self.tiers.put(plan.key, plan.chunk, kv)
         self._chunks[plan.key] = kv
+        if harvested:
+            self._harvested.append(plan.key)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
+            self._harvested = [one for one in self._harvested if one != key]
             self.memory.free(key)
             if self.tiers is not None:
                 self.tiers.forget(key)
 
     def collect_events(self) -> WorkerEvents | None:
         """What there is to tell the scheduler, but for times."""
-        events = WorkerEvents(lost=self._lost)
-        self._lost = []
+        events = WorkerEvents(lost=self._lost, harvested=self._harvested)
+        self._lost, self._harvested = [], []
         if self.tiers is not None:
             for key, kv in self.tiers.settled().items():
                 if key in self._chunks:
