@@ -119,6 +119,7 @@ def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
         "keep": ("server.worker.chunk_cache:ChunkCache.keep", 1),
         "collect": ("core.plans:CollectPlan.write", 3),
     }[stage]
+    harvest = scheduler(engine).blend_settings.harvest
     prompt, spans = prompt_of(engine, [100 + 10 * nth + rank, 200 + 10 * nth + rank])
     full = answer(*outputs(engine, [prompt], [None]))
     engine.tell("fail_at", rank, f"vllm_blend.{place}", nth)
@@ -127,7 +128,8 @@ def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
     assert sum(engine.tell("mend")) >= nth
     scheduler(engine).reset_prefix_cache()
     (found,) = outputs(engine, [prompt], [{"spans": spans, "recomp_ratio": 1.0} | REPORT])
-    assert answer(found) == full and report(found)["reused_tokens"] == 100
+    # what was not kept of a client's prefill was computed in the background meanwhile
+    assert answer(found) == full and report(found)["reused_tokens"] == (200 if harvest else 100)
     drain(engine)
     scheduler(engine).reset_prefix_cache()
     (again,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])

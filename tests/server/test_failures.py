@@ -111,6 +111,8 @@ def test_a_chunk_that_cannot_be_kept_is_missed(server: Engine, monkeypatch: pyte
     assert answer(found) == full and report(found)["reused_tokens"] == 0
     server.model.blending.guard = Guard()
     server.model.blending.guard.catches = True
+    scheduler(server).reset_prefix_cache()
+    outputs(server, [prompt], [{"spans": spans}])
     drain(server)
     scheduler(server).reset_prefix_cache()
     (again,) = outputs(server, [prompt], [{"spans": spans} | REPORT])

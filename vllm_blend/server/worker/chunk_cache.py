@@ -109,18 +109,20 @@ class ChunkCache:
             return
         if isinstance(into, HostRows):
             kv = into.kv()
-            self._kept.append(plan.key)
         else:
             assert parts is not None
             kv = replace(self._chunks[plan.key], scores=scores_of(parts))
         if self.tiers is not None and plan.chunk is not None:
             self.tiers.put(plan.key, plan.chunk, kv)
         self._chunks[plan.key] = kv
+        if not plan.scored:
+            self._kept.append(plan.key)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
+            self._kept = [kept for kept in self._kept if kept != key]
             self.memory.free(key)
             if self.tiers is not None:
                 self.tiers.forget(key)
