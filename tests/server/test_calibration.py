@@ -180,6 +180,16 @@ def test_an_answer_that_does_not_come_is_not_waited_for(
     drain(started)
 
 
+def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: Path) -> None:
+    with server(tiny, tmp_path, harvest=True) as engine:
+        drain(engine)
+        scheduler(engine).blend_own.pace.measurement.times = SLOW
+        assert ask(engine, [1, 2, 3])[1]["reused_tokens"] == 0
+        forget(engine)
+        _, told, _ = ask(engine, [1, 2, 3])
+        assert (told["reused_tokens"], told["loaded_chunks"], told["harvested_chunks"]) == (300, 3, 3)
+
+
 def test_chunks_on_a_slow_tier_are_computed(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from engines import Engine, make_engine
 
 from vllm_blend.core.plans import ChunkIds
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST
+from vllm_blend.server.scheduler import tier_fetches, waiting
 
 STEP = 150
 """Tokens that a step of the second engine computes."""
@@ -176,3 +179,45 @@ def test_chunks_by_themselves_where_that_is_wanted(tiny: Any) -> None:
             assert known(engine, prompt, span, context)
             assert not known(engine, prompt, span, HARVESTED)
             assert not known(engine, prompt, span, HARVESTED_FIRST)
+
+
+@contextmanager
+def stored(tiny: Any, folder: Path, **settings: Any) -> Iterator[Engine]:
+    """An engine with a disk below it."""
+    store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        make_engine(
+            tiny("llama"),
+            enable_prefix_caching=True,
+            additional_config={"vllm_blend": {"store": store} | settings},
+        ) as engine,
+    ):
+        patch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)
+        patch.setattr(waiting, "LOCATE_S", 5.0)
+        drain(engine)
+        yield engine
+
+
+def test_harvested_chunks_outlive_the_engine(tiny: Any, tmp_path: Path) -> None:
+    """The disk has them under names of their own: by marks, by content, and never by itself."""
+    with stored(tiny, tmp_path) as engine:
+        prompt, spans = prompt_of(engine, [71, 72, 73])
+        outputs(engine, [prompt], [{"spans": spans}])
+        drain(engine)
+        assert engine.model.blending.chunks.tiers.store.flush()
+        again = prompt[:-12] + engine.ids(12, 97)
+    field = {"spans": spans, "recomp_ratio": 0.0} | REPORT
+    with stored(tiny, tmp_path) as engine:
+        (found,) = outputs(engine, [again], [field], logprobs=3)
+        told = report(found)
+        assert (told["reused_tokens"], told["loaded_chunks"], told["harvested_chunks"]) == (300, 3, 3)
+        scheduler(engine).reset_prefix_cache()
+        assert same(found, outputs(engine, [again], [None], logprobs=3)[0])
+        assert scheduler(engine).blend_own.background.num_computed == 0
+    with stored(tiny, tmp_path, auto=True) as engine:
+        (found,) = outputs(engine, [engine.ids(33, 5) + prompt[spans[1][0] :]], [REPORT])
+        assert report(found)["reused_tokens"] == 200
+    with stored(tiny, tmp_path, harvest=False) as engine:
+        (found,) = outputs(engine, [again], [field])
+        assert report(found)["reused_tokens"] == 0
