@@ -58,11 +58,11 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
 
 def test_what_is_too_short_to_be_found_is_not_learned() -> None:
     chunks, found = known_and_fetches()
-    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=100)
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=100, max_tokens=8192)
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 0
-    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=64)
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=64, max_tokens=8192)
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 1

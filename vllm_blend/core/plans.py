@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -64,7 +65,17 @@ class BlendPlan:
     def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
         """Raises ValueError if the plan does not fit the prompt or the model."""
         self.settings.check_num_layers(shape.num_layers)
-        check_spans([(span.start, span.end) for span in self.spans], len(prompt_token_ids))
+        places = [(span.start, span.end) for span in self.spans]
+        if places or not self.harvest:
+            check_spans(places, len(prompt_token_ids))
+        if self.harvest:
+            kept = [(part.start, part.num_prompt_tokens) for part in self.harvest]
+            check_spans(sorted(places + kept), len(prompt_token_ids))
+            if places and not self.settings.early:
+                raise ValueError(
+                    f"policy is {self.settings.policy!r} and KV is to be kept of the same prompt; "
+                    "allowed: policies that choose all rows before the first layer"
+                )
         for index, span in enumerate(self.spans):
             span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
             found = tuple(prompt_token_ids[span.start : span.end])
@@ -122,16 +133,24 @@ class KeyedPlan:
     harvest: tuple[CollectPlan, ...] = ()
 
 
+class Collected(Protocol):
+    """Where a collected chunk's K and V go."""
+
+    def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Takes tokens of the chunk from ``first`` on, ``[num_tokens, num_kv_heads, head_size]``."""
+        ...
+
+
 @dataclass(eq=False)
 class CollectPlan:
     """Rows of a prompt whose KV is kept: from ``start`` to ``num_prompt_tokens``; of a ``BlendPlan``'s
     ``harvest`` that is where the part ends.
 
-    Attention fills ``kv`` window by window (``model/collect.py``).
+    Attention hands them over window by window (``model/collect.py``); all is there when the prefill
+    has come to its end, unless the prefix cache had part of it, which is not computed then.
 
     Attributes:
-        num_filled: rows whose KV is in ``kv``, from the first one on; what a prefix cache holds is not
-            computed, and leaves a gap.
+        into: where they go; None: to ``kv``, where they are.
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
@@ -144,12 +163,13 @@ class CollectPlan:
     on_model: bool = False
     num_prompt_tokens: int = 0
     kv: list[LayerKV] = field(default_factory=list)
-    num_filled: int = 0
     key: ChunkKey | None = None
     chunk: ChunkIds | None = None
     scored: bool = False
     prefix: StoredKV | None = None
     as_written: bool = False
+    into: Collected | None = None
+    _computed: int = 0
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object
@@ -158,13 +178,6 @@ class CollectPlan:
     def num_tokens(self) -> int:
         """How many rows are to be kept."""
         return self.num_prompt_tokens - self.start
-
-    def take(self) -> tuple[LayerKV, ...] | None:
-        """What was kept, once; None if there is a gap in it. A plan that vLLM hands over again, after a
-        preemption, starts anew."""
-        kv, filled = tuple(self.kv), self.num_filled
-        self.kv, self.num_filled = [], 0
-        return kv if filled == self.num_tokens else None
 
     @property
     def spans(self) -> tuple[ChunkSpan, ...]:
@@ -186,19 +199,35 @@ class CollectPlan:
                     "since the rows from start on are computed"
                 )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows were computed, and handed over."""
+        return self._computed >= self.num_prompt_tokens
+
+    def advance(self, position: int, end: int) -> None:
+        """The prompt's rows ``[position, end)`` were handed over; behind a gap they are of no use."""
+        if position <= max(self._computed, self.start):
+            self._computed = end
+
+    def restart(self) -> None:
+        """Forgets what was handed over."""
+        self._computed, self.kv, self.into = 0, [], None
+
     def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
-        if layer == len(self.kv):
-            size = (self.num_tokens, *k.shape[1:])
-            self.kv.append((k.new_empty(size), v.new_empty(size)))
         skip = max(self.start - position, 0)
         rows = min(len(k), self.num_prompt_tokens - position)
-        if skip < rows:
-            place = slice(position + skip - self.start, position + rows - self.start)
-            self.kv[layer][0][place] = k[skip:rows]
-            self.kv[layer][1][place] = v[skip:rows]
-            if layer == 0 and place.start <= self.num_filled:
-                self.num_filled = max(self.num_filled, place.stop)
+        if self.into is None and layer == len(self.kv):
+            size = (self.num_tokens, *k.shape[1:])
+            self.kv.append((k.new_empty(size), v.new_empty(size)))
+        if skip >= rows:
+            return
+        first, k, v = position + skip - self.start, k[skip:rows], v[skip:rows]
+        if self.into is not None:
+            self.into.write(layer, first, k, v)
+            return
+        for place, rest in zip(self.kv[layer], (k, v), strict=True):
+            place[first : first + len(rest)] = rest
 
 
 def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> None:

@@ -27,6 +27,8 @@ def collect(
         key, value: of those rows, ``[num_rows, num_kv_heads, head_size]``, K rotated.
     """
     for request, plan in step.collected:
+        if plan.key is not None and plan.into is None:
+            continue
         start = max(plan.start, request.position)
         end = min(plan.num_prompt_tokens, request.end)
         at = request.row + start - request.position if frame is None else frame.row_of(request, start)

@@ -41,6 +41,8 @@ class ServerSettings:
             itself, after ``head`` and ``stand_in``, when the engine has time; its KV depends on
             nothing else then.
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
+        max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
+            computed, kept and loaded as a whole.
         ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers later, and are found there again.
@@ -65,6 +67,7 @@ class ServerSettings:
     stand_in: str | None = None
     harvest: bool = True
     min_chunk_tokens: int = 16
+    max_chunk_tokens: int = 8192
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
     quality_floor: float = FLOOR
@@ -85,6 +88,7 @@ class ServerSettings:
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a text or null")
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
+        _check_number("max_chunk_tokens", self.max_chunk_tokens, int, max(64, self.min_chunk_tokens))
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:
             if not isinstance(self.store, Mapping):
@@ -102,6 +106,17 @@ class ServerSettings:
         if self.store is None:
             return int(self.ram_gb * 1e9)
         return int(0.9 * self.store["host_gb"] * 1e9)
+
+    def collect_bytes(self, token_bytes: int) -> int:
+        """Host memory for chunks that a GPU computes: all that are kept, or with a store, which has
+        memory of its own, two of the longest on their way there, and a tenth of ``host_gb`` at most.
+
+        Args:
+            token_bytes: of a token's K and V in all layers.
+        """
+        if self.store is None:
+            return self.chunk_bytes
+        return min(2 * self.max_chunk_tokens * token_bytes, self.chunk_bytes // 9)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:

@@ -66,7 +66,7 @@ class WorkerEvents:
 
     Attributes:
         lost: chunks that requests of this step should have reused.
-        harvested: chunks of requests' own prefills that are here now.
+        kept: chunks that were computed, and are here now.
         fetched: ordered chunks, and whether they are here now.
         located: chunks that were looked for.
         claimed: a tenant's chunks on disk, most recently used first.
@@ -77,7 +77,7 @@ class WorkerEvents:
     """
 
     lost: list[Lost] = field(default_factory=list)
-    harvested: list[ChunkKey] = field(default_factory=list)
+    kept: list[ChunkKey] = field(default_factory=list)
     fetched: dict[ChunkKey, bool] = field(default_factory=dict)
     located: dict[ChunkKey, Place] = field(default_factory=dict)
     loads: dict[str, tuple[float, float]] = field(default_factory=dict)

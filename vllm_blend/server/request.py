@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 from vllm_blend.core.plans import check_spans
@@ -107,6 +108,10 @@ class BlendRequest:
         if self.spans:
             check_spans(self.spans, num_prompt_tokens)
 
+    def split(self, max_tokens: int) -> BlendRequest:
+        """The same with chunks of ``max_tokens`` at most."""
+        return replace(self, spans=tuple(p for span in self.spans for p in pieces(*span, max_tokens)))
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values, for the way to the engine."""
         return asdict(self)
@@ -116,6 +121,13 @@ class BlendRequest:
         spans = tuple((int(start), int(end)) for start, end in values["spans"])
         settings = BlendSettings.from_mapping(values["settings"])
         return cls(**(values | {"spans": spans, "settings": settings}))
+
+
+def pieces(start: int, end: int, max_tokens: int) -> list[Span]:
+    """``[start, end)`` in as few pieces as can be, of about the same length."""
+    count = -(-(end - start) // max_tokens)
+    cuts = [start + (end - start) * at // count for at in range(count + 1)]
+    return list(pairwise(cuts))
 
 
 def parse_spans(value: Any) -> tuple[Span, ...]:

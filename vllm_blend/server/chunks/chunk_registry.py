@@ -18,6 +18,9 @@ from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.token_index import Run, SequenceIndex, Windows
 
+SCALE_BYTES = 4
+"""Of a head's scale in fp8 (``store/fp8.py``)."""
+
 
 def chunk_key(chunk: ChunkIds) -> ChunkKey:
     """Names a chunk within one engine: 16 bytes of its tenant, context and token ids."""
@@ -34,12 +37,17 @@ def _digest(context: TokenIds) -> bytes:
     return hashlib.blake2b(array("q", context).tobytes(), digest_size=16).digest()
 
 
-def bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of one token's K and V in all layers, of all tensor-parallel ranks."""
+def bytes_per_token(vllm_config: Any, storage: str = "auto") -> int:
+    """Bytes of one token's K and V in all layers, of all tensor-parallel ranks.
+
+    Args:
+        storage: how they are kept: as they are computed, or in ``"fp8"`` with a scale for each head.
+    """
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_kv_heads = config.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    width = num_kv_heads * config.get_head_size()
-    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
+    size = config.get_head_size()
+    head = size + SCALE_BYTES if storage == "fp8" else size * config.dtype.itemsize
+    return int(2 * config.get_num_layers(parallel) * num_kv_heads * head)
 
 
 class ChunkRegistry:

@@ -53,6 +53,7 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
         blend_request.settings.check_architecture([vllm_config.model_config.architecture])
         config = vllm_config.model_config.hf_text_config
         blend_request.check(len(request.prompt_token_ids or ()), config.num_hidden_layers)
+        blend_request = blend_request.split(settings.max_chunk_tokens)
     except ValueError as error:
         raise _refusal(str(error)) from None
     wanted = (

@@ -12,7 +12,7 @@ from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, 
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.chunks.token_index import SequenceIndex, Windows
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
-from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.request import BlendRequest, pieces
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 
 LEARNED_TOKENS = 64
@@ -48,6 +48,7 @@ class Lookup:
         fetches: of the store, where there is one.
         contexts: what chunks are computed after.
         min_tokens: of a chunk, or a part of one, that is found by content.
+        max_tokens: of a chunk that is learned.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Lookup:
         fetches: Fetches | None,
         contexts: Contexts,
         min_tokens: int,
+        max_tokens: int,
     ) -> None:
         self._chunks, self._background, self._fetches = chunks, background, fetches
-        self._contexts, self._min_tokens = contexts, min_tokens
+        self._contexts = contexts
+        self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._recent = SequenceIndex(RECENT_TOKENS)
         self._num_seen = 0
 
@@ -181,9 +184,10 @@ class Lookup:
             covered = any(run.start < end and start < run.end for start, end in taken)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:
-                starts.append(run.start)
-                context = self._contexts.at(run.start, min(starts))
-                learned.append((run.start, ChunkIds(tenant, tokens[run.start : run.end], context)))
+                for start, end in pieces(run.start, run.end, self._max_tokens):
+                    starts.append(start)
+                    context = self._contexts.at(start, min(starts))
+                    learned.append((start, ChunkIds(tenant, tokens[start:end], context)))
         self._num_seen += 1
         self._recent.add((tenant, self._num_seen), windows)
         return learned

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, KeyedPlan
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
 from vllm_blend.server.chunks.prefix_cache import (
     BlendKVCacheManager,
@@ -62,7 +63,8 @@ class BlendScheduler:
         settings = ServerSettings.of(self.vllm_config)
         assert settings is not None  # else plugin/hooks.py would not have chosen this class
         self.blend_settings = settings
-        self.blend_token_bytes = bytes_per_token(self.vllm_config)
+        storage = (settings.store or {}).get("storage", "auto")
+        self.blend_token_bytes = bytes_per_token(self.vllm_config, storage)
         self.blend_chunks = ChunkRegistry(settings.chunk_bytes // self.blend_token_bytes)
         self._block_size = kwargs["hash_block_size"]
         hasher = None
@@ -94,6 +96,7 @@ class BlendScheduler:
             self.blend_fetches,
             self.blend_own.contexts,
             settings.min_chunk_tokens,
+            settings.max_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
         self._harvests: dict[str, list[ChunkKey]] = {}  # by request; what is kept of its prefill
@@ -342,8 +345,9 @@ class BlendScheduler:
             self.blend_reports.fail(request_id)
         for lost in events.lost:
             self._lose(lost)
-        for key in events.harvested:
-            if (chunk := self.blend_chunks.coming(key)) is not None:  # else its request was aborted
+        for key in events.kept:
+            chunk = self.blend_chunks.coming(key)  # None: its request was aborted meanwhile
+            if chunk is not None and chunk.context in (HARVESTED, HARVESTED_FIRST):
                 self.blend_chunks.commit(key)
                 self.blend_own.background.score(key, chunk)
         for key, found in events.fetched.items():
