@@ -166,16 +166,6 @@ def test_full_prefill_where_blending_is_slower(started: Engine) -> None:
     assert ask(started, [5, 6])[1]["reused_tokens"] == 200
 
 
-def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: Path) -> None:
-    with server(tiny, tmp_path, harvest=True) as engine:
-        drain(engine)
-        scheduler(engine).blend_internal.calibration._times = SLOW
-        assert ask(engine, [1, 2, 3])[1]["reused_tokens"] == 0
-        forget(engine)
-        _, told, _ = ask(engine, [1, 2, 3])
-        assert (told["reused_tokens"], told["loaded_chunks"], told["harvested_chunks"]) == (300, 3, 3)
-
-
 def test_an_answer_that_does_not_come_is_not_waited_for(
     started: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +179,16 @@ def test_an_answer_that_does_not_come_is_not_waited_for(
     assert told["decision"]["tiers"] == [None]
     assert told["why_not"] == "no chunk is known yet"
     drain(started)
+
+
+def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: Path) -> None:
+    with server(tiny, tmp_path, harvest=True) as engine:
+        drain(engine)
+        scheduler(engine).blend_internal.calibration.measurement.times = SLOW
+        assert ask(engine, [1, 2, 3])[1]["reused_tokens"] == 0
+        forget(engine)
+        _, told, _ = ask(engine, [1, 2, 3])
+        assert (told["reused_tokens"], told["loaded_chunks"], told["harvested_chunks"]) == (300, 3, 3)
 
 
 def test_chunks_on_a_slow_tier_are_computed(

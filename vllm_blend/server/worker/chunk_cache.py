@@ -91,7 +91,7 @@ class ChunkCache:
             plan.into = Distances(base, shape, device)
 
     def distances(self, plan: CollectPlan) -> torch.Tensor | None:
-        """Of a chunk that was computed behind something else for its scores: what this rank's heads
+        """Of a chunk that was computed after something else for its scores: what this rank's heads
         bring to them (``core/static_scores.py``); None: what is stored was dropped meanwhile."""
         return plan.into.sums() if isinstance(plan.into, Distances) else None
 
