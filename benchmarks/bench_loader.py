@@ -102,7 +102,7 @@ class Loader:
     def to_gpu(self, number: int) -> None:
         """Brings it to the store's GPU memory, which holds one set."""
         self.to_host(number)
-        self.fetch(number)  # what is found in host memory is copied behind
+        self.fetch(number)  # what is found in host memory is copied later
         assert self.store.flush(600)
         assert all(self.store.locate(key) == "gpu" for key in self.keys[number])
 

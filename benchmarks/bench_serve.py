@@ -1,6 +1,6 @@
 """A server under a RAG-like load, stock against blending, driven by vLLM's own ``bench serve`` client.
 
-A trace: 100 documents, 6 of them in each request by Zipf's law, a question behind them. Both servers
+A trace: 100 documents, 6 of them in each request by Zipf's law, a question after them. Both servers
 are up, and take turns: the same trace one request after the other (TTFT), at given rates, some at a
 time, then all at once (throughput). The blending server has seen every document once before ("warm");
 the prefix cache is on in both. Needs pandas, as vLLM's client does for a trace of one's own. The last
@@ -81,6 +81,10 @@ def main() -> None:
     parser.add_argument(
         "--settings", type=json.loads, default={}, help="more of the blending server's, as JSON"
     )
+    parser.add_argument("--together", action="store_true", help="leave out one request after the other")
+    parser.add_argument(
+        "--plain", action="store_true", help="also the blending server with blend off in each request"
+    )
     parser.add_argument("--ram-gb", type=float, default=8, help="for chunks' KV (8)")
     parser.add_argument("--server-args", help="for both servers (default: --dtype, --max-model-len)")
     options = parser.parse_args()
@@ -104,13 +108,12 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     settings = {"ram_gb": options.ram_gb, "log_requests": False, "separator": SEPARATOR}
     settings |= {"report_sizes": True} | options.settings
     config = json.dumps({"vllm_blend": settings})
-    path = {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
     servers: dict[str, tuple[list[str], dict[str, str]]] = {
         "stock": ([], {"VLLM_PLUGINS": ""}),
-        "blend": (["--additional-config", config], path),
+        "blend": (["--additional-config", config], plugin_environment(folder)),
     }
     rows, results, num_tokens = [], [], 0.0
-    loads = {"one by one": ["--max-concurrency", "1"]}
+    loads = {} if options.together else {"one by one": ["--max-concurrency", "1"]}
     loads |= {f"{rate:g} requests/s": ["--request-rate", str(rate)] for rate in options.rates}
     loads |= {f"{most} at a time": ["--max-concurrency", str(most)] for most in options.concurrency}
     loads |= {"all at once": []}
@@ -125,7 +128,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         urls = {kind: wait_for(kind, process) for kind, process in up.items()}
         if "blend" in urls:
             warm(urls["blend"], model, corpus, bool(settings.get("stand_in")))
-        contenders: list[tuple[str, str, dict[str, Any] | None]] = []
+        contenders: list[tuple[str, str, dict[str, Any] | str | None]] = []
         for kind in kinds:
             if kind == "stock":
                 contenders.append(("stock", kind, None))
@@ -134,10 +137,13 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
                 name = " ".join([policy or "blend", f"{ratio:.0%}"])
                 asked = {"recomp_ratio": ratio} | ({"policy": policy} if policy else {})
                 contenders.append((name, kind, asked))
+            if options.plain:
+                contenders.append(("blend off", kind, "off"))
         for load, limits in loads.items():
             for name, kind, blend in contenders:
                 url = urls[kind]
-                sent = [p if kind == "blend" else p.replace(SEPARATOR, "") for p in prompts]
+                marked = isinstance(blend, dict)
+                sent = prompts if marked else [p.replace(SEPARATOR, "") for p in prompts]
                 reset_prefix_cache(url)
                 clock = sm_clock()
                 found = run_client(url, model, sent, limits, options.output_tokens, blend)
@@ -187,6 +193,11 @@ def plugin_path(folder: pathlib.Path) -> list[str]:
         "[vllm.general_plugins]\nvllm_blend = vllm_blend.plugin:register\n"
     )
     return [str(folder), package]
+
+
+def plugin_environment(folder: pathlib.Path) -> dict[str, str]:
+    """What a server's environment needs so that it finds the plugin."""
+    return {"PYTHONPATH": os.pathsep.join([*plugin_path(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 def documents(count: int, chunk_tokens: list[int] | None, model: pathlib.Path) -> list[str]:
@@ -319,11 +330,11 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
     Args:
         first: where it keeps other KV of a prompt's first chunk: each document first as well.
     """
-    # each document behind another
+    # each document after another
     groups = [[corpus[at - 1], *corpus[at : at + 9]] for at in range(0, len(corpus), 9)]
     groups += [[text] for text in corpus] if first else []
-    missed, waiting, computed, before = 1, 0, 0, -1
-    while missed or waiting or computed != before:
+    missed, computed, before = 1, 0, -1
+    while missed or computed != before:
         missed, before = 0, computed
         for group in groups:
             parts = [f"{text}\n\n" for text in group]
@@ -335,7 +346,7 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
             }
             report = post(f"{url}/v1/completions", body)["kv_transfer_params"]["blend"]
             missed += report["missed_chunks"] or bool(report["why_not"])
-            computed, waiting = report["computed_chunks"], report["waiting_chunks"]
+            computed = report["computed_chunks"]
         print(f"warming: {missed} documents missed, {computed} computed", flush=True)
         time.sleep(2)  # an idle engine computes them at once
 
@@ -346,7 +357,7 @@ def run_client(
     prompts: list[str],
     limits: list[str],
     output_tokens: int,
-    blend: dict[str, Any] | None,
+    blend: dict[str, Any] | str | None,
 ) -> dict[str, Any]:
     """vLLM's ``bench serve`` on the prompts, blended as ``blend`` says if it is there; its result."""
     with tempfile.TemporaryDirectory() as folder:
@@ -358,7 +369,7 @@ def run_client(
         command += ["--num-prompts", str(len(prompts)), "--save-result", "--result-dir", folder]
         command += ["--result-filename", "result.json", "--temperature", "0", *limits]
         if blend is not None:
-            fields = {"vllm_xargs": {"blend": json.dumps(blend)}}
+            fields = {"vllm_xargs": {"blend": blend if isinstance(blend, str) else json.dumps(blend)}}
             command += ["--extra-body", json.dumps(fields)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads((pathlib.Path(folder) / "result.json").read_text())

@@ -55,7 +55,7 @@ def main() -> None:
         suffix = encode(sample["query"]) + list(frame.tail)
         prompt = sum(chunks, []) + suffix
 
-        # each chunk's KV is computed alone, behind the head that every prompt starts with
+        # each chunk's KV is computed alone, after the head that every prompt starts with
         collected = []
         flags["collect"] = True
         for number, chunk in enumerate(chunks):

@@ -1,6 +1,6 @@
 """Ten questions over several documents: which answers are right, and how soon, with and without reuse.
 
-A question stands behind 1,400 to 2,400 tokens of retrieved text. Full prefill computes all of it; with
+A question stands after 1,400 to 2,400 tokens of retrieved text. Full prefill computes all of it; with
 reuse each chunk's KV was computed once before, and some tokens are computed anew. An answer is right if
 its first line contains the expected one. The questions were chosen for a small model; 2 and 8 need two
 chunks. Runs on a CPU with the embedded one:
@@ -36,7 +36,7 @@ from vllm_blend.api.blender import BlendPrompt
 
 INPUTS = pathlib.Path(__file__).parent.parent.glob("inputs/*.json")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, stop=["\n"])
-# Every prompt begins with this: a small model answers better behind worked examples than by a chat.
+# Every prompt begins with this: a small model answers better after worked examples than by a chat.
 HEAD = """The questions are answered from the texts.
 
 The lamp at Fell Point was lit by Anton Reiss, a careful man. Anton Reiss was born in 1851 \

@@ -93,7 +93,7 @@ class LongDocument:
         chunk_tokens: of a chunk, at most.
         window: chunks of a prompt.
         stride: chunks from one window's start to the next one's.
-        overlap: tokens before a chunk that it is computed behind; see ``Blender.document``.
+        overlap: tokens before a chunk that it is computed after; see ``Blender.document``.
         use_tqdm: show the progress of computing the chunks.
     """
 
@@ -175,7 +175,7 @@ def warm_up(
 ) -> WarmUp:
     """Computes the chunks of a corpus for the store, before anybody asks for them.
 
-    With a stand-in they are computed behind it; for a prompt that begins with one it is computed again.
+    With a stand-in they are computed after it; for a prompt that begins with one it is computed again.
     Can be broken off and started again: what the store has is not computed. Ends computing where the
     corpus fills the store's largest tier, so that it does not push out its own beginning.
 

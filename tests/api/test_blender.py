@@ -34,9 +34,11 @@ def texts(sample: dict[str, Any]) -> list[str]:
 
 def test_a_chunk_is_computed_once(blender: Blender, texts: list[str], monkeypatch: Any) -> None:
     runs: list[int] = []
-    run = blender._run
+    run = blender.collector.run
     monkeypatch.setattr(
-        blender, "_run", lambda prompts, *rest: runs.append(len(prompts)) or run(prompts, *rest)
+        blender.collector,
+        "run",
+        lambda prompts, *rest: runs.append(len(prompts)) or run(prompts, *rest),
     )
     first, again, second = blender.chunks([texts[0], texts[0], texts[1]])
     assert first is again
@@ -116,7 +118,7 @@ def test_raw_text_and_arguments(smollm2_engine: Engine) -> None:
 
 
 def test_chunks_are_computed_behind_the_head(smollm2_engine: Engine, texts: list[str]) -> None:
-    """Right behind the head a chunk's stored KV is exact; computed behind anything else it is not."""
+    """Right after the head a chunk's stored KV is exact; computed after anything else it is not."""
     blender = Blender(smollm2_engine.llm, chat=False, head="Answer from these texts:", stand_in="")
     question, reuse = "What is the limit?", BlendSettings(recomp_ratio=0.0)
     own, bare = blender.chunk(texts[0]), blender.chunk(texts[0], head="")

@@ -11,9 +11,10 @@ from tiers import FakeTier
 from vllm import SamplingParams
 
 from vllm_blend import Blender, BlendSettings
-from vllm_blend.api.load_control import EngineTimes, PacedBlender
+from vllm_blend.api.load_control import PacedBlender, measure_engine
 from vllm_blend.store import ChunkStore
-from vllm_blend.store.controller import ComputeTime, Decision
+from vllm_blend.store.compute_time import ComputeTime, EngineTimes
+from vllm_blend.store.controller import Decision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SLOW = ComputeTime(0, 0, 1.0, 0)  # a second a row: every load is faster
@@ -60,7 +61,7 @@ def test_chunks_are_computed_then_loaded(
         full = blender.generate(blender.prompt(blender.chunks(chunks), QUESTION), GREEDY, blend=False)
         assert tokens(first.output) == tokens(full)
         assert first.tiers == (None, None, None) and not any(first.decision.load)
-        forget(paced, chunks)  # they were computed behind the answer
+        forget(paced, chunks)  # they were computed after the answer
         second = paced.generate(chunks, QUESTION, GREEDY)
         assert second.tiers == ("fake",) * 3 and all(second.decision.load)
         assert second.decision.ratio == 0.2
@@ -150,7 +151,7 @@ def test_a_load_that_breaks_off_becomes_a_full_prefill(
 
 def test_the_engine_is_timed(smollm2_engine: Engine) -> None:
     blender = Blender(smollm2_engine.llm)
-    times = EngineTimes.measure(blender, sizes=(64, 256), repeat=1)
+    times = measure_engine(blender, longest=256, repeat=1)
     for fit in (times.blended, times.full):
         assert 0 < fit.seconds(128, 128) < 10
     assert times.blended.seconds(256, 32) < times.blended.seconds(256, 256)

@@ -13,16 +13,16 @@ import pytest
 
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.eval import across, compare
-from vllm_blend.eval.cli import methods_of, run_parser
+from vllm_blend.eval.__main__ import COMMANDS, main
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
 from vllm_blend.eval.methods import blend_settings, split_behind
 from vllm_blend.eval.metrics import score
+from vllm_blend.eval.run import methods_of, run_parser
 from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result
 from vllm_blend.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tables import HEADER, grid, markdown
 from vllm_blend.eval.tasks import TASKS
-from vllm_blend.eval.worst import main as worst_main
 from vllm_blend.eval.worst import worst
 
 
@@ -233,13 +233,13 @@ def test_tables_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     less = rows("compare", *folders, "--methods", "hkvd@0.16", "reuse", "--what", "kl")
     assert less[0][2] == "kl: `hkvd@0.16` less `reuse`"
     assert float(less[2][2].split()[0]) == pytest.approx(-0.8 * numbers[0], abs=2e-3)
-    across.main(["plot", *folders, "--policies", "hkvd", "--output", str(tmp_path / "kl.svg")])
+    main(["across", "plot", *folders, "--policies", "hkvd", "--output", str(tmp_path / "kl.svg")])
     picture = (tmp_path / "kl.svg").read_text()
     assert all(label in picture for label in labels)
     with pytest.raises(SystemExit):
-        across.main(["kl", *folders])
+        main(["across", "kl", *folders])
     with pytest.raises(SystemExit):
-        compare.main([*folders, "--methods", "reuse"])
+        main(["compare", *folders, "--methods", "reuse"])
 
 
 def test_an_interval_over_groups_and_of_a_share() -> None:
@@ -264,7 +264,7 @@ def test_the_worst_of_several_runs_keep_to_their_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = runs_of(tmp_path)  # both models have the same examples
-    worst_main([*map(str, folders), "--count", "3"])
+    main(["worst", *map(str, folders), "--count", "3"])
     blocks = capsys.readouterr().out.strip().split("\n\n")
     assert len(blocks) == 3
     for block in blocks:
@@ -300,3 +300,19 @@ def test_long_passages_are_cut_and_nothing_is_lost() -> None:
     assert [len(chunk) for chunk in chunks] == [10, 10, 7, 2]
     assert "".join(map(chr, sum(chunks[:3], []))) == "T\n" + "x" * 25
     assert [len(chunk) for chunk in task.chunks(Letters(), example, 10, 12)] == [10, 2, 2]
+
+
+def test_every_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert f"usage: python -m vllm_blend.eval {name} " in capsys.readouterr().out
+    for wrong in ([], ["cli"]):
+        with pytest.raises(SystemExit) as caught:
+            main(wrong)
+        assert caught.value.code == 2

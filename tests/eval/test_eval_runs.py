@@ -21,19 +21,18 @@ from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.core.settings import PAPER, BlendSettings
 from vllm_blend.core.static_scores import movement
-from vllm_blend.eval import cli
-from vllm_blend.eval.cli import make_blender
+from vllm_blend.eval import run as run_module
+from vllm_blend.eval.__main__ import main
 from vllm_blend.eval.data import Example, Passage
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.forcing import check_forced, forced_params
 from vllm_blend.eval.logits import watching
-from vllm_blend.eval.report import main as report_main
 from vllm_blend.eval.report import render
+from vllm_blend.eval.run import make_blender
 from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
 from vllm_blend.eval.stats import summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
-from vllm_blend.eval.tune import main as tune_main
 from vllm_blend.eval.tune import settings_of, tune
 
 
@@ -162,7 +161,7 @@ def test_methods_share_the_kv_of_their_chunks(
 
     computed: Counter[TokenIds] = Counter()
     kept: list[Chunk] = []
-    run, obtain = blender._run, blender.obtain
+    run, obtain = blender.collector.run, blender.obtain
 
     def see_run(prompts: Any, params: Any, plans: Any, use_tqdm: bool) -> Any:
         if plans and isinstance(plans[0], CollectPlan):
@@ -173,9 +172,9 @@ def test_methods_share_the_kv_of_their_chunks(
         kept.extend(found := obtain(wanted))
         return found
 
-    monkeypatch.setattr(blender, "_run", see_run)
+    monkeypatch.setattr(blender.collector, "run", see_run)
     monkeypatch.setattr(blender, "obtain", see_obtain)
-    monkeypatch.setattr(blender, "_prefixes", {})
+    monkeypatch.setattr(blender.collector, "_prefixes", {})
     behinds = ["", *(f":behind={name}" for name in ("others", "harvested", "text"))]
     methods = [name + behind for behind in behinds for name in ("reuse", "static@0.3")]
     runner = Runner(blender, Protocol("SmolLM2", answers=False), tmp_path)
@@ -204,11 +203,11 @@ def test_the_command_line_reaches_engine_and_runner(
         asked.update(engine)
         return blender
 
-    monkeypatch.setattr(cli, "make_blender", make)
+    monkeypatch.setattr(run_module, "make_blender", make)
     engine = {"dtype": "float32", "max_num_seqs": 8}
     run = ["--task", "synthetic", "--synthetic", "cut", "--limit", "4", "--skip", "1"]
     more = ["--batch", "2", "--engine", json.dumps(engine), "--methods", "reuse"]
-    cli.main([*run, *more, "--output", str(tmp_path)])
+    main(["run", *run, *more, "--output", str(tmp_path)])
     assert asked == engine
     found = read_results(tmp_path)
     assert [r.example for r in found] == [e.id for e in synthetic("cut", 4)[1:] for _ in "01"]
@@ -225,10 +224,10 @@ def test_the_tuner_s_command_line_cuts_answers_and_writes_settings(
     texts = [{"text": passage.text} for passage in example.passages]
     row = {"passages": texts, "question": example.question, "answers": example.answers}
     data.write_text(json.dumps(row) + "\n")
-    monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
+    monkeypatch.setattr(run_module, "make_blender", lambda *args, **engine: blender)
     run = ["--task", "synthetic", "--data", str(data), "--max-tokens", "1", "--policies", "random"]
     more = ["--ratios", "1", "--settings", str(settings), "--output", str(tmp_path / "tune")]
-    tune_main([*run, *more])
+    main(["tune", *run, *more])
     expected = {"recomp_ratio": 1.0, "policy": "random", "stand_in": ""}
     assert json.loads(settings.read_text()) == expected
     assert json.loads((tmp_path / "tune" / RUN).read_text())["max_tokens"] == 1
@@ -250,10 +249,10 @@ def test_the_tuner_gives_a_stand_in_of_the_user_s_own_prompts(
         for example in examples
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(cli, "make_blender", lambda *args, **engine: blender)
+    monkeypatch.setattr(run_module, "make_blender", lambda *args, **engine: blender)
     run = ["--task", "synthetic", "--data", str(data), "--policies", "hkvd"]
     run += ["--ratios", "0.3", "--settings", str(file), "--output", str(folder)]
-    tune_main([*run, "--quality", "0"])
+    main(["tune", *run, "--quality", "0"])
     values = json.loads(file.read_text())
     found = {s.method: s.kl.value for s in summarize(read_results(folder)) if s.kl is not None}
     assert {"reuse", "hkvd@0.3", "hkvd@0.3:behind=others"} <= found.keys()
@@ -266,8 +265,8 @@ def test_the_tuner_gives_a_stand_in_of_the_user_s_own_prompts(
     rows[1]["passages"].append(rows[0]["passages"][0])
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit):
-        tune_main([*run[:-1], str(tmp_path / "shared")])
-    tune_main([*run[:-1], str(tmp_path / "alone"), "--no-stand-in", "--quality", "0"])
+        main(["tune", *run[:-1], str(tmp_path / "shared")])
+    main(["tune", *run[:-1], str(tmp_path / "alone"), "--no-stand-in", "--quality", "0"])
     assert json.loads(file.read_text())["stand_in"] == ""
 
 
@@ -364,7 +363,7 @@ def test_a_page_of_no_results_is_refused_before_anything_is_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        report_main(["--data", "x.json", "--task", "musique", "--results", str(tmp_path / "none")])
+        main(["report", "--data", "x.json", "--task", "musique", "--results", str(tmp_path / "none")])
     assert "none: no results there" in capsys.readouterr().err
 
 

@@ -29,15 +29,15 @@ def tokens(output: Any) -> list[int]:
 
 
 def computed(blender: Blender) -> list[tuple[int, ...]]:
-    """Grows by the chunks whose KV is computed; what they are computed behind is not among them."""
+    """Grows by the chunks whose KV is computed; what they are computed after is not among them."""
     found: list[tuple[int, ...]] = []
-    compute = blender._compute
+    compute = blender.collector.compute
 
     def look(chunks: Any, *args: Any) -> Any:
         found.extend(ids for _, ids in chunks)
         return compute(chunks, *args)
 
-    blender._compute = look  # type: ignore[method-assign]
+    blender.collector.compute = look  # type: ignore[method-assign]
     return found
 
 

@@ -53,7 +53,7 @@ def report(output: Any) -> dict[str, Any]:
 
 
 def key_of(engine: Engine, prompt: list[int], span: Sequence[int]) -> bytes:
-    """Names a chunk of a prompt, computed behind what the prompt's first chunk is."""
+    """Names a chunk of a prompt, computed after what the prompt's first chunk is."""
     start, end = span
     context = scheduler(engine).blend_own.contexts.first
     return chunk_key(ChunkIds("", tuple(prompt[start:end]), context))

@@ -204,6 +204,13 @@ def plan_for(
 @contextmanager
 def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
     """An fp32 in-process engine; gone when it ends."""
+    with make_llm(folder, **options) as llm:
+        yield Engine(llm, folder)
+
+
+@contextmanager
+def make_llm(folder: Path, **options: Any) -> Iterator[Any]:
+    """Its ``LLM``."""
     from vllm import LLM
 
     settings: dict[str, Any] = dict(
@@ -221,7 +228,7 @@ def make_engine(folder: Path, **options: Any) -> Iterator[Engine]:
         llm = None
         try:
             llm = LLM(model=str(folder), **(settings | options))
-            yield Engine(llm, folder)
+            yield llm
         finally:
             shut_down(llm)
             del llm

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_blend.attention import paged, xformers
-from vllm_blend.model import graphs
+from vllm_blend.model import graph_capture, graphs
 
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
 """Ops that make the host wait for the device, which a capture cannot hold."""
@@ -107,7 +107,7 @@ def stood_in() -> Iterator[type[Graph]]:
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
         patch.setattr(graphs, "capturing_on", lambda stream: nullcontext())
-        patch.setattr(graphs, "unowned", lambda tensor: tensor)
+        patch.setattr(graph_capture, "unowned", lambda tensor: tensor)
         patch.setattr(xformers.sparse, "run", whole(xformers.sparse.run))
         patch.setattr(
             xformers.ops, "reshape_and_cache_flash", whole(xformers.ops.reshape_and_cache_flash)

@@ -70,6 +70,7 @@ class Device:
     Attributes:
         main, copies: the step's stream, and the one that fills the ring.
         launched, copied: targets of copies, when they are launched and when they are done.
+        narrow: fp8 that is copied, and widened behind that.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, copies: str | None = None) -> None:
@@ -78,6 +79,7 @@ class Device:
         self.current = self.main
         self.launched: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
+        self.narrow: list[torch.Tensor] = []
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(torch.cuda, "Event", lambda: Event(self))
@@ -85,6 +87,8 @@ class Device:
         patch.setattr(kv_loader, "_copy_stream", lambda device: self.copies)
         patch.setattr(kv_loader, "_reads_ahead", lambda device: True)
         patch.setattr(kv_loader, "_copy", self._copy)
+        self._widen = kv_loader._copy_narrow
+        patch.setattr(kv_loader, "_copy_narrow", self._copy_narrow)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -98,6 +102,11 @@ class Device:
         assert self.current is self.copies
         self.launched.append(target)
         self.current.launch(lambda: self.copied.append(target.copy_(source)))
+
+    def _copy_narrow(self, target: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.current is self.copies
+        self.narrow.append(values)
+        self.current.launch(lambda: self._widen(target, scale, values))
 
     def go_on(self, stream: Stream) -> None:
         """Called when something is launched on ``stream``."""

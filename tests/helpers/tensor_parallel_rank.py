@@ -45,13 +45,13 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     texts = [tokens(number, CHUNK) for number in range(NUM_CHUNKS)]
     question = tokens(99, 9)
     found: dict[str, Any] = {}
-    run, replayed = RowGraphs.run, []
+    prepared, replayed = RowGraphs.prepared, []
 
     def remember(*args: Any) -> Any:
-        replayed.append(run(*args))
+        replayed.append(prepared(*args))
         return replayed[-1]
 
-    RowGraphs.run = remember
+    RowGraphs.prepared = remember
 
     def answer(blender: Blender, name: str, settings: BlendSettings | None) -> None:
         prompt = blender.prompt(blender.chunks(texts), question)
@@ -89,7 +89,7 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
             except ValueError as error:
                 found["paced"] = str(error)
         found["scores"] = [chunk.kv.scores.tolist() for chunk in blender.chunks(texts)]
-    found["replayed"] = any(hidden is not None for hidden in replayed)
+    found["replayed"] = any(run is not None for run in replayed)
     Path(f"{out}{RANK}").write_text(json.dumps(found))
 
 

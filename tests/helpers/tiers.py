@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Record
@@ -16,7 +16,6 @@ class FakeTier:
         self.quick = quick
         self.stats = Stats()
         self.budget_bytes = 1 << 40
-        self.pins: Collection[bytes] = frozenset()
         self.records: dict[bytes, bytearray] = {}
         self.opened = 0
         self.written: list[ChunkKey] = []

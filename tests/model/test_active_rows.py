@@ -255,9 +255,7 @@ def test_collected_rows_are_found_among_those_that_are_computed(
     rotation = Rotation.none(4, torch.float32, CPU)
     for layer in range(2):
         collect(step, frame, layer, rotation, key + layer, value[:, None, None])
-    for request in step.collected:
-        plan = request.plan
-        assert isinstance(plan, CollectPlan)
+    for request, plan in step.collected:
         tokens = range(max(plan.start, request.position), request.end)
         if len(plan.kv) == 0:
             assert not tokens

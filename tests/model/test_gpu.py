@@ -27,6 +27,7 @@ from vllm_blend.model.graphs import RowGraphs
 from vllm_blend.model.lookahead import Questions, asked_layers
 from vllm_blend.plugin import hooks
 from vllm_blend.plugin.step_requests import BlendModelState
+from vllm_blend.server.worker.collected import HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.store.streaming_layers import StreamingKV, StreamingLayers
 
@@ -284,12 +285,13 @@ def test_rows_replay_graphs(
     used: list[Any] = []
     graphs = engine.model.blending.graphs
     assert (graphs is None) == eager
-    stock = RowGraphs.run
-    monkeypatch.setattr(RowGraphs, "run", lambda *a: used.append(stock(*a)) or used[-1])
+    stock = RowGraphs.prepared
+    monkeypatch.setattr(RowGraphs, "prepared", lambda *a: used.append(stock(*a)) or used[-1])
     settings = [dict(recomp_ratio=ratio, policy=policy) for ratio in (0.16, 0.3, 0.0, 0.16)]
     replayed = [blended(engine, prompt, old_kvs, question, **each) for each in settings]
-    if not eager:  # None of the pass ahead, which ends early
-        assert len(used) == len(settings) and all(hidden is not None for hidden in used)
+    if not eager:  # the pass ahead, too
+        assert len(used) == len(settings) * (1 + ("ahead" in policy))
+        assert all(run is not None for run in used)
     monkeypatch.setattr(engine.model.blending, "graphs", None)
     for each, one in zip(settings, replayed, strict=True):
         other = blended(engine, prompt, old_kvs, question, **each)
@@ -346,7 +348,11 @@ def test_stored_kv_may_lie_anywhere(
         if kind == "gpu":
             return kv
         if kind == "pinned":  # K and V behind one another
-            return memory.copy(str(id(kv)).encode(), kv)
+            shape = engine.model.blending.kv_shape
+            rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens))
+            for index, layer in enumerate(kv.layers):
+                rows.write(index, 0, *layer)
+            return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)
         if kind == "pageable":
             return StoredKV(layers)

@@ -153,5 +153,51 @@ def test_a_capture_that_fails_leaves_the_engine_as_it_was(
     assert not others.wanted
 
 
+def test_a_capture_that_fails_is_that_sizes_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of its rows run from the graphs of the next size."""
+    blending = engine.model.blending
+    with on_gpu():
+        expected, _ = blend(engine, policy="static", recomp_ratio=0.1)
+    others = RowGraphs(blending)
+    others.wanted = True
+    monkeypatch.setattr(blending, "graphs", others)
+    begin, begun = Graph.capture_begin, 0
+
+    def fail(self: Graph, **options: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == len(blending.attns) + 3:  # in the second size
+            raise RuntimeError("out of memory")
+        begin(self, **options)
+
+    monkeypatch.setattr(Graph, "capture_begin", fail)
+    with on_gpu():
+        assert blend(engine, policy="static", recomp_ratio=0.1)[0] == expected
+        assert others.sizes == [16, 128]
+        before = Graph.replayed
+        assert blend(engine, policy="static", recomp_ratio=0.1)[0] == expected
+    assert Graph.replayed > before
+    said = [record.getMessage() for record in caplog.records if "no CUDA graphs" in record.getMessage()]
+    assert len(said) == 1 and "64 rows" in said[0] and "out of memory" in said[0]
+
+
+def test_no_request_makes_an_engine_capture(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever layers it names, and however many rows it has."""
+
+    def fail(self: Graph, **_: Any) -> None:
+        raise AssertionError("a capture")
+
+    monkeypatch.setattr(Graph, "capture_begin", fail)
+    sizes = engine.model.blending.graphs.sizes
+    with on_gpu():
+        for check_layers in ((1,), (2,), (3,), (1, 3)):
+            for policy in ("static", "hkvd", "ahead*static"):
+                blend(engine, policy=policy, check_layers=check_layers, recomp_ratio=0.1)
+        blend(engine, policy="static", recomp_ratio=0.9)
+    assert engine.model.blending.graphs.sizes == sizes
+
+
 def test_engines_that_use_none_capture_none(engine: Engine) -> None:
     assert RowGraphs.of(engine.model.blending) is None  # eager, and on a CPU

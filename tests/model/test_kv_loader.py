@@ -21,7 +21,8 @@ from vllm_blend.core.settings import BlendSettings
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.model import kv_loader
-from vllm_blend.store.arena import PAGE, Arena
+from vllm_blend.store.arena import Arena
+from vllm_blend.store.record import PAGE
 from vllm_blend.store.streaming_layers import ChunkLost, StreamingKV, StreamingLayers
 
 CPU = torch.device("cpu")

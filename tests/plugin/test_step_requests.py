@@ -11,6 +11,7 @@ import torch
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, KeyedPlan
+from vllm_blend.model.blending import Blending
 from vllm_blend.plugin.attach import BlendModel
 from vllm_blend.plugin.step_requests import BlendModelState, state_class
 
@@ -60,7 +61,8 @@ def state() -> State:
         return found if (request_id, computed) == ("keyed", 3) else None
 
     chunks = SimpleNamespace(resolve=resolve)
-    blending = SimpleNamespace(step=None, unsupported=None, chunks=chunks)
+    blending = Blending()
+    blending.chunks = chunks
     return State(SimpleNamespace(blending=blending))
 
 
@@ -87,7 +89,7 @@ def test_a_step_has_the_prefills_with_a_plan(state: State) -> None:
     state.add_request(3, new("blend", blend))
     state.add_request(4, new("keyed", KeyedPlan(()), computed=3))
     state.add_request(5, new("lost", KeyedPlan(())))
-    assert set(state.plans) == {"collect", "blend", "keyed"}
+    assert set(state.plans) == {"collect", "blend", "keyed", "lost"}
     assert [index for _, index in state.told] == [0, 1, 2, 3, 4, 5]
     batch, states = batch_of(
         ("plain", 7, 0, 7),
@@ -108,6 +110,29 @@ def test_a_step_has_the_prefills_with_a_plan(state: State) -> None:
     state.postprocess_state("output")
     assert state.told[-1] == ("after", ("output",), step)
     assert state.model.blending.step is None
+
+
+def test_a_plan_that_cannot_be_made_is_reported(state: State) -> None:
+    """The step's forward is the model's own; what was to be collected is no blended request."""
+    blending = state.model.blending
+    blending.guard.catches = True
+
+    def fails(plan: Any, request_id: str, computed: int) -> Any:
+        raise MemoryError("none left")
+
+    blending.chunks = SimpleNamespace(resolve=fails)
+    state.add_request(0, new("keyed", KeyedPlan(())))
+    state.add_request(1, new("collect", CollectPlan()))
+    state.prepare_inputs(*batch_of(("keyed", 5, 3, 12), ("collect", 4, 8, 12), ("plain", 1, 0, 1)))
+    assert blending.is_on
+    output = blending.forward(lambda input_ids, positions, **_: positions * 2, None, torch.arange(10))
+    assert torch.equal(output, torch.arange(10) * 2)
+    state.postprocess_state("output")
+    assert not blending.is_on
+    assert blending.guard.take_prefilled() == ("keyed",)
+    blending.chunks = SimpleNamespace(resolve=lambda plan, *_: BlendPlan(()))  # it is tried again
+    step = state.prepare_inputs(*batch_of(("keyed", 4, 8, 12)))["step"]
+    assert [r.request_id for r in step.requests] == ["keyed"]
 
 
 def test_a_step_without_plans_is_vllms_own(state: State) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, CollectPlan
 from vllm_blend.core.static_scores import movement
-from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.worker.chunk_cache import ChunkCache
@@ -100,34 +99,58 @@ def test_a_busy_engine_pays_for_scores_too(background: BackgroundPrefill) -> Non
     assert background.credit == 0
 
 
-def step_of(plan: CollectPlan) -> BlendStep:
-    request = StepRequest(plan, 0, 0, plan.num_prompt_tokens, torch.device("cpu"))
-    return BlendStep([request], [0, plan.num_prompt_tokens], "auto")
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def compute(chunks: ChunkCache, plan: CollectPlan, layers: Layers) -> None:
+    """What the model does with a chunk's request, in one step."""
+    chunks.collect(plan, KVShape(len(layers), 2, 8, torch.float32), torch.device("cpu"))
+    if plan.into is not None:
+        for index, (k, v) in enumerate(layers):
+            plan.write(index, plan.start, k, v)
+    plan.advance(0, plan.num_prompt_tokens)
+    chunks.keep(plan, chunks.distances(plan))
+
+
+def random_layers() -> Layers:
+    return [(torch.randn(4, 2, 8), torch.randn(4, 2, 8)) for _ in range(3)]
 
 
 def test_the_models_process_keeps_scores_with_the_kv() -> None:
     torch.manual_seed(0)
     chunks, key = ChunkCache(), chunk_key(CHUNK)
-    one, other = ([(torch.randn(4, 2, 8), torch.randn(4, 2, 8)) for _ in range(3)] for _ in range(2))
-    chunks.keep(step_of(CollectPlan(2, num_prompt_tokens=6, kv=list(one), key=key, chunk=CHUNK)))
+    one, other = random_layers(), random_layers()
+    compute(chunks, CollectPlan(2, num_prompt_tokens=6, key=key, chunk=CHUNK), one)
     (before,) = chunks._chunks.values()
     assert before.scores is None
-    again = CollectPlan(1, num_prompt_tokens=5, kv=list(other), key=key, chunk=CHUNK, scored=True)
-    chunks.keep(step_of(again))
+    again = CollectPlan(1, num_prompt_tokens=5, key=key, chunk=CHUNK, scored=True)
+    compute(chunks, again, other)
     (after,) = chunks._chunks.values()
     assert after.layers is before.layers
     assert after.scores is not None
     expected = movement(StoredKV(tuple(one)), StoredKV(tuple(other)))
-    assert torch.equal(after.scores, expected)
-    assert again.kv == []
+    assert torch.allclose(after.scores, expected, rtol=1e-6)
+    assert again.into is None
 
 
 def test_a_score_for_kv_that_is_gone_is_forgotten() -> None:
     chunks = ChunkCache()
-    kv = [(torch.randn(4, 2, 8), torch.randn(4, 2, 8))]
-    plan = CollectPlan(0, num_prompt_tokens=4, kv=kv, key=b"gone", chunk=CHUNK, scored=True)
-    chunks.keep(step_of(plan))
+    plan = CollectPlan(0, num_prompt_tokens=4, key=b"gone", chunk=CHUNK, scored=True)
+    compute(chunks, plan, random_layers())
     assert len(chunks) == 0
+
+
+def test_a_chunk_with_a_gap_is_not_kept() -> None:
+    """A step in which it was computed had failed."""
+    chunks = ChunkCache()
+    plan = CollectPlan(0, num_prompt_tokens=4, key=chunk_key(CHUNK), chunk=CHUNK)
+    chunks.collect(plan, KVShape(3, 2, 8, torch.float32), torch.device("cpu"))
+    plan.advance(0, 2)
+    plan.advance(3, 4)
+    chunks.keep(plan)
+    assert len(chunks) == 0
+    compute(chunks, plan, random_layers())  # after a preemption
+    assert len(chunks) == 1
 
 
 def test_scores_are_shares_of_each_layers_mean_square() -> None:

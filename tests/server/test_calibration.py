@@ -16,20 +16,20 @@ from engines import Engine, make_engine
 from vllm_blend.core.plans import CollectPlan, KeyedPlan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.server.internal.calibration import KEY, RATIOS, TRIES, Calibration
+from vllm_blend.server.internal.calibration import KEY, TRIES, Calibration
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler import tier_fetches, waiting
-from vllm_blend.store.controller import ComputeTime
+from vllm_blend.store.compute_time import RATIOS, ComputeTime, EngineTimes
 from vllm_blend.store.disk import DiskTier, FileSource
 
-SLOW = ComputeTime(0, 0, 1e-3, 0), ComputeTime(0, 0, 1e-3, 0)
+SLOW = EngineTimes(ComputeTime(0, 0, 1e-3, 0), ComputeTime(0, 0, 1e-3, 0))
 """An engine that computes a thousand tokens a second."""
 
 
 @contextmanager
 def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
     store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
-    values = {"store": store, "recomp_ratio": "auto"} | config
+    values = {"store": store, "recomp_ratio": "auto", "harvest": False} | config
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(
@@ -104,10 +104,11 @@ def test_the_engine_is_measured_once(started: Engine) -> None:
     state = scheduler(started)
     pace = state.blend_own.pace
     assert pace.done
-    assert [len(pace._samples[kind]) for kind in ("full", "blended")] == [3, 6]
-    assert all(s > 0 for samples in pace._samples.values() for _, _, s in samples)
+    measured = pace.measurement
+    assert measured.seconds.keys() == {(n, r) for n in measured.sizes for r in (None, *RATIOS)}
+    assert all(seconds > 0 for seconds in measured.seconds.values())
     size, seconds = pace.longest
-    assert size == max(pace._sizes)
+    assert size == max(measured.sizes)
     assert state.blend_fetches._token_seconds == pytest.approx(seconds / size, rel=1)
     assert "are recomputed" in str(pace)
     outputs(started, [started.ids(20, 3)], [None])
@@ -117,7 +118,7 @@ def test_the_engine_is_measured_once(started: Engine) -> None:
 
 def test_chunks_on_a_fast_tier_are_loaded_at_the_floor(started: Engine) -> None:
     state = scheduler(started)
-    state.blend_own.pace._times = SLOW
+    state.blend_own.pace.measurement.times = SLOW
     first, told, _ = ask(started, [1, 2, 3])
     assert (told["reused_tokens"], told["why_not"]) == (0, "no chunk is known yet")
     drain(started)
@@ -156,18 +157,28 @@ def test_full_prefill_where_blending_is_slower(started: Engine) -> None:
     state = scheduler(started)
     ask(started, [5, 6])
     drain(started)
-    state.blend_own.pace._times = ComputeTime(10, 0, 1e-3, 0), SLOW[1]
+    state.blend_own.pace.measurement.times = EngineTimes(ComputeTime(10, 0, 1e-3, 0), SLOW.full)
     _, told, _ = ask(started, [5, 6])
     assert told["reused_tokens"] == 0
     assert told["why_not"].startswith("full prefill takes")
-    state.blend_own.pace._times = SLOW
+    state.blend_own.pace.measurement.times = SLOW
     assert ask(started, [5, 6])[1]["reused_tokens"] == 200
+
+
+def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: Path) -> None:
+    with server(tiny, tmp_path, harvest=True) as engine:
+        drain(engine)
+        scheduler(engine).blend_own.pace._times = SLOW
+        assert ask(engine, [1, 2, 3])[1]["reused_tokens"] == 0
+        forget(engine)
+        _, told, _ = ask(engine, [1, 2, 3])
+        assert (told["reused_tokens"], told["loaded_chunks"], told["harvested_chunks"]) == (300, 3, 3)
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(
     started: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler(started).blend_own.pace._times = SLOW
+    scheduler(started).blend_own.pace.measurement.times = SLOW
     monkeypatch.setattr(waiting, "LOCATE_S", 0.3)
     stock = DiskTier.contains
     ask(started, [8])
@@ -186,7 +197,7 @@ def test_chunks_on_a_slow_tier_are_computed(
     with server(tiny, tmp_path) as engine:
         drain(engine)
         state = scheduler(engine)
-        state.blend_own.pace._times = SLOW  # 300 tokens: 0.3 s
+        state.blend_own.pace.measurement.times = SLOW  # 300 tokens: 0.3 s
         ask(engine, [1, 2, 3])
         drain(engine)
         known, _, _ = ask(engine, [1, 2, 3])
@@ -296,7 +307,7 @@ def test_runs_beside_others_are_repeated() -> None:
         if number % 5 == 0 and not others:
             one._clean = True
         one.finish(number % 7 > 0)  # an aborted one is run again
-    assert number < 3 * TRIES * len(RATIOS) * 3 * 3
+    assert number < 3 * TRIES * (1 + len(RATIOS)) * 3 * 3
     assert one.start() == []
 
 
@@ -313,9 +324,10 @@ def test_what_is_measured_is_what_is_fitted() -> None:
         one.step_took([request_id], 1e-3 * rows + 1e-4 * size)
         one.finish(True)
     assert len(seen) == 1 + 3 * 3 * 3  # KV once; three lengths, three ratios, three runs
-    assert one._times is not None
-    assert one._times[0].seconds(300, 50) == pytest.approx(0.08)
-    assert one._times[1].seconds(300, 300) == pytest.approx(0.33)
+    times = one.measurement.times
+    assert times is not None
+    assert times.blended.seconds(300, 50) == pytest.approx(0.08)
+    assert times.full.seconds(300, 300) == pytest.approx(0.33)
 
 
 @pytest.mark.parametrize(

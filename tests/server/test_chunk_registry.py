@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkIds, CollectPlan, KeyedPlan, KeyedSpan
-from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
 from vllm_blend.server.internal.background_prefill import MIN_WINDOW, BackgroundPrefill
 from vllm_blend.server.messages import WorkerCommands
@@ -75,9 +75,11 @@ class Chunks(RuleBasedStateMachine):
     def compute(self, plan: CollectPlan, whole: bool) -> None:
         """What the model does in a window of the chunk's request."""
         rows = plan.num_prompt_tokens if whole else plan.num_prompt_tokens // 2
-        plan.kv = [(torch.zeros(plan.num_prompt_tokens - plan.start, 1, 2),) * 2]
-        request = StepRequest(plan, 0, 0, rows, torch.device("cpu"))
-        self.kv.keep(BlendStep([request], rows, "auto"))
+        if plan.into is None:
+            self.kv.collect(plan, KVShape(1, 1, 2, torch.float32), torch.device("cpu"))
+        plan.advance(0, rows)
+        if whole:
+            self.kv.keep(plan)
 
     @invariant()
     def chunks_in_use_are_there(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
 from vllm_blend.attention.cpu import CPUBlendImpl
-from vllm_blend.model import rows
+from vllm_blend.model import loop, rows
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.guard import MAX_FAILURES, Guard
 from vllm_blend.model.kv_loader import StoredLayers
 from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.loop import LayerLoop
-from vllm_blend.plugin import hooks
+from vllm_blend.model.select import CheckLayerCandidates, early
+from vllm_blend.plugin import step_requests
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 
@@ -38,15 +40,21 @@ def mended(server: Engine) -> Iterator[None]:
 
 STAGES = {
     "resolve": (ChunkCache, "resolve", "static"),
-    "plan": (hooks, "plan_step", "static"),
+    "plan": (step_requests, "plan_step", "static"),
     "ask": (Questions, "received", "ahead"),
-    "choose": (rows, "choose", "static"),
+    "hear": (Questions, "hear", "ahead"),
+    "choose": (early, "choose", "static"),
+    "shrink": (ActiveRows, "shrink", "static"),
     "load": (StoredLayers, "old_kv", "static"),
     "metadata": (ActiveRows, "describe", "static"),
     "fuse": (CPUBlendImpl, "fuse", "static"),
     "fuse late": (CPUBlendImpl, "fuse", "static"),
     "scatter": (rows, "scattered", "static"),
     "loop": (LayerLoop, "run", "hkvd"),
+    "check": (CheckLayerCandidates, "fresh_v", "hkvd"),
+    "choose late": (loop, "choose_rows", "hkvd"),
+    "shrink late": (ActiveRows, "shrink", "hkvd"),
+    "load late": (StoredLayers, "old_kv", "hkvd"),
 }
 
 
@@ -73,14 +81,15 @@ def test_a_step_that_fails_is_a_full_prefill(
         return stock(*args, **kwargs)
 
     stock = getattr(owner, name)
+    if isinstance(stock, cached_property):
+        stock, fails = stock.func, property(fails)
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         patch.setattr(owner, name, fails)
         found, beside = outputs(server, [prompt, other], [field, None])
     assert calls and "none left" in str([r.exc_info for r in caplog.records])
     assert answer(found) == full and answer(beside) == plain
     told = report(found)
-    if stage not in ("resolve", "plan"):  # these know no request yet
-        assert told["reused_tokens"] == 0 and "blending failed" in told["why_not"]
+    assert told["reused_tokens"] == 0 and "blending failed" in told["why_not"]
     scheduler(server).reset_prefix_cache()
     (after,) = outputs(server, [prompt], [field])
     assert report(after)["reused_tokens"] == 300 and not report(after)["why_not"]
@@ -123,7 +132,7 @@ def test_after_several_failures_of_a_kind_blending_is_off(
         calls += 1
         raise ZeroDivisionError("again")
 
-    monkeypatch.setattr(rows, "choose", fails)
+    monkeypatch.setattr(early, "choose", fails)
     with caplog.at_level(logging.ERROR):
         for _ in range(MAX_FAILURES + 2):
             scheduler(server).reset_prefix_cache()

@@ -30,7 +30,8 @@ def chunk_of(tenant: str, start: int, end: int) -> ChunkIds:
 @contextmanager
 def server(tiny: Any, folder: Path, **config: Any) -> Iterator[Engine]:
     store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 1, "fsync": False}}
-    values = {"vllm_blend": {"store": store, "client_fields": list(CLIENT_FIELDS)} | config}
+    more = {"client_fields": list(CLIENT_FIELDS), "harvest": False}
+    values = {"vllm_blend": {"store": store} | more | config}
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=values) as engine,

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import BlockLayers
 from vllm_blend.model.kv_loader import joined
+from vllm_blend.server.worker.collected import HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 
 
@@ -25,6 +26,15 @@ def chunk(num_tokens: int, seed: int, device: str) -> StoredKV:
         return torch.randn(num_tokens, 2, 16, generator=generator).half().to(device)
 
     return StoredKV(tuple((one(), one()) for _ in range(3)))
+
+
+def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
+    """A copy in ``memory``, as it is made of what is collected."""
+    rows = HostRows(memory.reserve(key, KVShape(3, 2, 16, torch.half), kv.num_tokens))
+    for index, (k, v) in enumerate(kv.layers):
+        for first in range(0, kv.num_tokens, 7):
+            rows.write(index, first, k[first : first + 7], v[first : first + 7])
+    return rows.kv()
 
 
 def same(one: StoredKV, two: StoredKV) -> bool:
@@ -45,7 +55,7 @@ def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
     for turn in range(300):
         key = b"%d" % choose.randrange(12)
         source = chunk(choose.randint(1, 40), turn, device)
-        copy = memory.copy(key, source)
+        copy = copied(memory, key, source)
         assert all(t.device.type == "cpu" and t.is_contiguous() for pair in copy.layers for t in pair)
         overflows += key not in memory._extents
         kept[key] = source, copy
@@ -67,7 +77,7 @@ def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
-    whole = PinnedMemory(1 << 20).copy(b"a", chunk(33, 1, "cpu"))
+    whole = copied(PinnedMemory(1 << 20), b"a", chunk(33, 1, "cpu"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
     for part in (slice(None), slice(3, 20)):
         kv = whole.tokens(*part.indices(33)[:2])
@@ -84,7 +94,7 @@ def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: 
 def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
     memory = PinnedMemory(1 << 20)
     source = chunk(33, 1, "cuda")
-    copy = memory.copy(b"a", source)
+    copy = copied(memory, b"a", source)
     assert all(t.is_pinned() for pair in copy.layers for t in pair)
     assert copy.addresses(0) is None  # no kernel reads it where it lies
     for k, v in copy.layers:
@@ -93,17 +103,7 @@ def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
     assert same(source, copy)
 
 
-def test_scores_come_along() -> None:
-    source = StoredKV(chunk(33, 1, "cpu").layers, torch.rand(33))
-    for num_bytes in (1 << 20, 0):
-        copy = PinnedMemory(num_bytes).copy(b"a", source)
-        assert source.scores is not None and copy.scores is not None
-        assert torch.equal(copy.scores, source.scores)
-        part = copy.tokens(3, 9).scores
-        assert part is not None and torch.equal(part, source.scores[3:9])
-
-
 def test_no_room_at_all(device: str) -> None:
     memory = PinnedMemory(0)
     source = chunk(5, 1, device)
-    assert same(memory.copy(b"a", source), source)
+    assert same(copied(memory, b"a", source), source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.server.config import CLIENT_FIELDS, ClientLimits, ServerSettings
-from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.request import BlendRequest, pieces
 
 DEFAULTS = BlendRequest(spans=((5, 9),), settings=BlendSettings(recomp_ratio=0.25))
 
@@ -187,6 +188,8 @@ def test_any_value_is_a_request_that_fits_or_a_value_error(
         ({"auto": "yes"}, "auto is 'yes'"),
         ({"ram_gb": -1}, "ram_gb is -1"),
         ({"min_chunk_tokens": 0}, "min_chunk_tokens is 0"),
+        ({"max_chunk_tokens": 63}, "max_chunk_tokens is 63; expected a whole number from 64"),
+        ({"max_chunk_tokens": 99, "min_chunk_tokens": 100}, "a whole number from 100"),
         ({"separator": 5}, "separator is 5"),
         ({"head": 5}, "head is 5"),
         ({"stand_in": 5}, "stand_in is 5"),
@@ -227,3 +230,22 @@ def test_a_stand_in_changes_the_defaults_alone(
 ) -> None:
     blend = ServerSettings.from_mapping(values).blend
     assert (blend.policy, blend.recomp_ratio) == (policy, ratio)
+
+
+@given(st.integers(0, 100), st.integers(1, 1000), st.integers(64, 500))
+def test_a_long_chunk_is_cut_into_even_pieces(start: int, length: int, most: int) -> None:
+    found = pieces(start, start + length, most)
+    sizes = [end - first for first, end in found]
+    assert [found[0][0], found[-1][1]] == [start, start + length]
+    assert all(end == first for (_, end), (first, _) in pairwise(found))
+    assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
+    assert len(found) == -(-length // most)
+
+
+def test_host_memory_for_what_a_gpu_computes() -> None:
+    """Without a store all that is kept; with one a staging area for two chunks, or a tenth."""
+    kept = ServerSettings.from_mapping({"ram_gb": 2})
+    assert kept.collect_bytes(1000) == 2 * 10**9
+    for host_gb, expected in ((100, 2 * 8192 * 1000), (0.01, 10**6)):
+        store = ServerSettings.from_mapping({"store": {"host_gb": host_gb}})
+        assert store.collect_bytes(1000) == expected

@@ -28,7 +28,9 @@ from vllm_blend.server.request import SIZES
 def server(tiny: Any) -> Iterator[Engine]:
     """An engine started to blend."""
     with make_engine(
-        tiny("llama"), enable_prefix_caching=True, additional_config={"vllm_blend": {"ram_gb": 0.01}}
+        tiny("llama"),
+        enable_prefix_caching=True,
+        additional_config={"vllm_blend": {"ram_gb": 0.01, "harvest": False}},
     ) as engine:
         drain(engine)
         yield engine

@@ -1,4 +1,4 @@
-"""A server whose chunks are computed behind a stand-in, all but a prompt's first."""
+"""A server whose chunks are computed after a stand-in, all but a prompt's first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_place_has_the_kv_that_suits_it(
     smollm2: Path, sample: dict[str, Any], tmp_path: Path
 ) -> None:
     store = {"host_gb": 0.5, "disk": {"folder": str(tmp_path), "budget_gb": 1}}
-    config = {"vllm_blend": {"stand_in": STAND_IN, "store": store}}
+    config = {"vllm_blend": {"stand_in": STAND_IN, "store": store, "harvest": False}}
     texts = [sample[str(i)] for i in range(sample["chunk_num"])]
     with make_engine(smollm2, additional_config=config) as engine:
         drain(engine)

@@ -12,11 +12,11 @@ from engines import Engine, make_engine
 
 from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store import gpu
-from vllm_blend.store.controller import ComputeTime
+from vllm_blend.store.compute_time import ComputeTime, EngineTimes
 
 pytestmark = pytest.mark.gpu
 
-SLOW = ComputeTime(0, 0, 1e-3, 0), ComputeTime(0, 0, 1e-3, 0)
+SLOW = EngineTimes(ComputeTime(0, 0, 1e-3, 0), ComputeTime(0, 0, 1e-3, 0))
 """An engine that computes a thousand tokens a second, so that loads are worth it."""
 
 
@@ -45,7 +45,7 @@ def test_chunks_are_found_wherever_they_lie(
             drain(engine)
             pace, store = scheduler(engine).blend_own.pace, engine.model.blending.chunks.tiers.store
             assert pace.done and pace.longest[1] > 0
-            pace._times = SLOW
+            pace.measurement.times = SLOW
             place = "cuda" if torch.cuda.is_available() else "cpu"
             assert store._gpu.device.type == place
             assert store._host._arena._block.device.type == "cpu"

@@ -48,7 +48,7 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
     found.found(key, ("host", 0))
     assert two.advance(now, True, True) is State.DECIDE
     pace: Any = SimpleNamespace(decide=lambda *_: Decision(0.2, (True,), 0, 0, 0, ""))
-    found.decide(two, [CHUNK], 51, pace)
+    found.decide(two, [[CHUNK]], 51, pace)
     assert {one.advance(time.monotonic(), True, True), two.advance(time.monotonic(), True, True)} == {
         State.READY
     }
@@ -58,11 +58,11 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
 
 def test_what_is_too_short_to_be_found_is_not_learned() -> None:
     chunks, found = known_and_fetches()
-    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=100)
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=100, max_tokens=8192)
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 0
-    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=64)
+    lookup = Lookup(chunks, found._background, None, CONTEXTS, min_tokens=64, max_tokens=8192)
     for number in range(3):
         lookup("", (*[900 + number] * 20, *range(80), 7), BlendRequest(auto=True))
     assert len(found._background) == 1

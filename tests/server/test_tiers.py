@@ -24,8 +24,8 @@ FIELD = {"recomp_ratio": 0.3} | REPORT
 @contextmanager
 def server(tiny: Any, store: dict[str, Any]) -> Iterator[Engine]:
     """An engine with a store below it."""
-    trusting = {"client_fields": list(CLIENT_FIELDS), "report_sizes": True}
-    config = {"vllm_blend": {"store": {"host_gb": 0.02} | store} | trusting}
+    more = {"client_fields": list(CLIENT_FIELDS), "report_sizes": True, "harvest": False}
+    config = {"vllm_blend": {"store": {"host_gb": 0.02} | store} | more}
     with (
         pytest.MonkeyPatch.context() as patch,
         make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=config) as engine,
@@ -192,6 +192,21 @@ def test_chunks_that_come_back_lie_on_the_gpu(tiny: Any, written: Written) -> No
         assert not tiers._names
 
 
+def test_a_server_with_a_checksum_key_does_not_read_records_without(
+    tiny: Any, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLEND_KEY", "a secret of many bytes")
+    before = set(written.folder.rglob("*.safetensors"))
+    keyed = disk(written.folder) | {"checksum_key": {"env": "BLEND_KEY"}}
+    for missed in (3, 0):
+        with server(tiny, keyed) as engine:
+            found, told = ask(engine, written, 0)
+            assert (told["missed_chunks"], told["loaded_chunks"]) == (missed, 3 - missed)
+            flush(engine)
+    assert found == written.answers[0]
+    assert len(set(written.folder.rglob("*.safetensors")) - before) == 3
+
+
 def test_a_slow_tier_is_not_waited_for(
     tiny: Any, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +250,7 @@ def test_a_slow_tier_is_not_waited_for(
         ({"host_gb": 0.01, "dsk": {}}, "unknown key 'dsk' of store"),
         ({"host_gb": 0.01, "disk": {"folder": "/tmp"}}, "disk has no 'budget_gb'"),
         ({}, "host_gb of store is None"),
-        (3, "store is 3; expected an object"),
+        ("redis://:secret@host", "store is a str; expected an object"),
     ],
 )
 def test_bad_settings_end_the_start(tiny: Any, store: Any, says: str) -> None:

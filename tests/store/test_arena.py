@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_blend.store.arena import PAGE, Arena, Extent, cheapest_window
+from vllm_blend.store.arena import Arena, Extent, cheapest_window
+from vllm_blend.store.record import PAGE
 
 PAGES = 40
 

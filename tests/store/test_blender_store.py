@@ -59,8 +59,10 @@ def answer(blender: Blender) -> list[int]:
 def count_runs(blender: Blender) -> list[int]:
     """Grows by the number of chunks, each time some are computed."""
     runs: list[int] = []
-    collect = blender.collect
-    blender.collect = lambda chunks, *a, **kw: runs.append(len(chunks)) or collect(chunks, *a, **kw)  # type: ignore
+    collect = blender.collector.collect
+    blender.collector.collect = lambda chunks, *a, **kw: (
+        runs.append(len(chunks)) or collect(chunks, *a, **kw)
+    )  # type: ignore
     return runs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ def test_values_make_a_store(tmp_path: Path) -> None:
         ({}, "store has no 'host_gb'"),
         ({"host_gb": -1}, "host_gb of store is -1; expected a number of GB"),
         ({"host_gb": True}, "host_gb of store is True"),
-        ({"host_gb": 1, "dsk": {}}, "unknown key 'dsk' of store; allowed: disk, gpu_gb, host_gb"),
-        ({"host_gb": 1, "disk": "/tmp"}, "disk is '/tmp'; expected a mapping with folder"),
+        (
+            {"host_gb": 1, "dsk": {}},
+            "unknown key 'dsk' of store; allowed: checksum_key, disk, gpu",
+        ),
+        ({"host_gb": 1, "disk": "/tmp"}, "disk is a str; expected a mapping with folder"),
         ({"host_gb": 1, "disk": {"folder": "x"}}, "disk has no 'budget_gb'"),
         ({"host_gb": 1, "redis": {"budget_gb": 1}}, "redis has no 'url'"),
         ({"host_gb": 1, "s3": {"bucket": "b", "budget_gb": 1, "x": 2}}, "unknown key 'x' of s3"),
@@ -51,6 +55,56 @@ def test_values_make_a_store(tmp_path: Path) -> None:
 def test_bad_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_store(values)
+
+
+def test_secrets_are_named_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLEND_KEY", "k" * 32)
+    (tmp_path / "key").write_text("k" * 32 + "\n")
+    found = []
+    for place in ({"env": "BLEND_KEY"}, {"file": str(tmp_path / "key")}):
+        with open_store({"host_gb": 0.001, "checksum_key": place}) as store:
+            found.append(store.checksum_key)
+    assert found == [b"k" * 32] * 2
+    with open_store({"host_gb": 0.001}) as store:
+        assert store.checksum_key == b""
+
+
+SECRET = "correct horse battery"
+PLACE = "checksum_key must be"
+REDIS = {"budget_gb": 1, "url": "redis://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"checksum_key": SECRET}, PLACE),
+        ({"checksum_key": {"env": "A", "file": SECRET}}, PLACE),
+        ({"checksum_key": {"value": SECRET}}, PLACE),
+        ({"checksum_key": {"env": "NOT_SET"}}, "checksum_key is empty, or not set: env NOT_SET"),
+        ({"checksum_key": {"env": "SHORT"}}, "checksum_key has 5 bytes; allowed: 16 or more"),
+        ({"checksum_key": {"file": "/not/there"}}, "cannot be read from /not/there"),
+        ({"redis": f"redis://:{SECRET}@127.0.0.1:1"}, "redis is a str"),
+        ({"redis": REDIS | {"url": f"redis://me:{SECRET}@127.0.0.1:1"}}, "url of redis has a user"),
+        ({"redis": REDIS | {"url": f"redis://:{SECRET}/@127.0.0.1"}}, "url of redis has a user"),
+        ({"redis": REDIS | {"url": f"redis://127.0.0.1?password={SECRET}"}}, "url of redis has a user"),
+        ({"redis": REDIS | {"password": SECRET}}, "password of redis must be"),
+        (
+            {"s3": {"bucket": "b", "budget_gb": 1, "endpoint_url": f"http://me:{SECRET}@127.0.0.1"}},
+            "endpoint_url of s3 has a user",
+        ),
+    ],
+)
+def test_a_secret_in_settings_is_refused_and_not_shown(
+    values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "redis" in values:
+        pytest.importorskip("redis")
+    if "s3" in values:
+        pytest.importorskip("boto3")
+    monkeypatch.setenv("SHORT", "short")
+    with pytest.raises(ValueError, match=message) as caught:
+        open_store({"host_gb": 0.001} | values)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

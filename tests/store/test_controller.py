@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.store.controller import ComputeTime, Controller, Decision, Located, Offer, recommend
+from vllm_blend.store.compute_time import RATIOS, ComputeTime, Measurement
+from vllm_blend.store.controller import Controller, Decision, Located, Offer, recommend
 from vllm_blend.store.load_time import LoadTime, SharedClock
 
 LAYERS = 32
@@ -157,18 +160,32 @@ def test_a_chunk_on_a_slow_tier_is_computed_and_the_others_are_loaded() -> None:
     assert nothing.load == () and nothing.ttft_s == COMPUTE.seconds(50, 50)
 
 
+def measured(longest: int, noise: Callable[[], float] = lambda: 1.0) -> Measurement:
+    """What follows from prefills that take ``COMPUTE``'s times; each first run compiles."""
+    found, seen = Measurement(longest, 12, (*RATIOS, 1.0), repeat=3), Counter[Any]()
+    while (run := found.next) is not None:
+        size, ratio = run
+        rows = size if ratio is None else 12 + ratio * (size - 12)
+        seen[run] += 1
+        found.took(9.0 if seen[run] == 1 else noise() * COMPUTE.seconds(size, rows))
+    assert len(found.seconds) == 3 * 4 and set(seen.values()) == {4}
+    return found
+
+
 def test_compute_time_is_found_from_measurements() -> None:
-    measured = ComputeTime.measure(lambda n, ratio: COMPUTE.seconds(n, ratio * n))
+    times = measured(4096).times
+    assert times is not None
     for n in (500, 3000, 30000):
         for ratio in (0.15, 0.4, 1.0):
-            assert measured.seconds(n, ratio * n) == pytest.approx(COMPUTE.seconds(n, ratio * n))
-    assert measured.rows_in(measured.seconds(3000, 700), 3000) == pytest.approx(700)
-    assert measured.rows_in(0.0, 3000) == 0
+            expected = pytest.approx(COMPUTE.seconds(n, ratio * n))
+            assert times.blended.seconds(n, ratio * n) == expected
+        assert times.full.seconds(n, n) == pytest.approx(COMPUTE.seconds(n, n), rel=0.2)
+    assert times.blended.rows_in(times.blended.seconds(3000, 700), 3000) == pytest.approx(700)
+    assert times.blended.rows_in(0.0, 3000) == 0
     noise = np.random.default_rng(0)
-    rough = ComputeTime.measure(
-        lambda n, ratio: COMPUTE.seconds(n, ratio * n) * noise.uniform(0.95, 1.05),
-        sizes=(1000, 4000, 16000),
-    )
+    noisy = measured(16000, lambda: noise.uniform(0.95, 1.05)).times
+    assert noisy is not None
+    rough = noisy.blended
     assert min(rough.fixed, rough.token, rough.row, rough.pair) >= 0
     assert rough.seconds(8000, 2000) == pytest.approx(COMPUTE.seconds(8000, 2000), rel=0.1)
     assert ComputeTime.fit([(1000, 1000, 0.1)]).seconds(1000, 1000) == pytest.approx(0.1)

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from vllm_blend.core.kv import KVShape
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
 from vllm_blend.store.disk import FileSource
-from vllm_blend.store.index import PAGE
-from vllm_blend.store.record import Record
+from vllm_blend.store.record import PAGE, Record
 
 SIZE = 5 * PAGE + 123
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8).tobytes()

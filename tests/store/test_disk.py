@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,10 +61,9 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     for key in keys[:4]:
         tier.write(record(key))
     tier.open(keys[0]).close()  # used: younger than 1, 2 and 3
-    tier.pins = {keys[1].digest}
     for key in keys[4:]:
         tier.write(record(key))
-    assert [tier.contains(key) for key in keys] == [True, True, False, False, True, True, True]
+    assert [tier.contains(key) for key in keys] == [True, False, False, True, True, True, True]
     assert tier.usage()["bytes"] == 5 * pages
     assert tier.stats["evictions"] == 2
     assert len(files(tmp_path)) == 5
@@ -197,7 +197,11 @@ def test_a_full_disk_makes_room_by_itself(tmpfs: Path) -> None:
     assert keys[-1] in held
     assert keys[0] not in held
     assert all(read(tier, key) == b"".join(record(key).parts) for key in held)
-    tier.pins = {key.digest for key in held}
+    for key in held:
+        tier.discard(key)
+    with (tmpfs / "another's").open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
     with pytest.raises(TierError, match="no_space"):
         tier.write(record(make_key(99)))
     assert not files(tmpfs, "*.tmp")
@@ -232,3 +236,25 @@ def test_token_ids_of_all_records_newest_first(tmp_path: Path) -> None:
     tier._path(keys[2].digest).unlink()
     found = list(tier.token_ids())
     assert found == [(key.digest, key.token_ids) for key in (keys[0], keys[3])]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o277])
+def test_records_are_their_owner_s_alone(tmp_path: Path, umask: int) -> None:
+    key, folder = make_key(), tmp_path / "chunks"
+    before = os.umask(umask)
+    try:
+        DiskTier(folder, BUDGET).write(record(key))
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
+    (file,) = (path for path in modes if path.is_file())
+    assert modes.pop(file) == 0o600
+    assert set(modes.values()) == {0o700} and len(modes) == 3
+
+
+def test_a_folder_that_others_could_read_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir(0o755)
+    tmp_path.chmod(0o755)
+    DiskTier(tmp_path, BUDGET)
+    assert stat.S_IMODE((tmp_path / "v1").stat().st_mode) == 0o700
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755  # somebody else made it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +13,21 @@ from engines import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
+from streams import Device
 from tiers import FakeTier
 
 from vllm_blend import Blender
 from vllm_blend.core.kv import KVShape, StoredKV
+from vllm_blend.core.plans import BlendPlan, ChunkSpan
+from vllm_blend.core.stage_clock import StageClock
+from vllm_blend.core.step import StepRequest
+from vllm_blend.model import kv_loader
+from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
-from vllm_blend.store.fp8 import narrow, widen
+from vllm_blend.store.fp8 import Fp8Layers, narrow, widen
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Layout, Record, layers_in
+from vllm_blend.store.streaming_layers import StreamingKV, StreamingLayers
 
 FP8 = replace(MODEL, storage="fp8")
 
@@ -65,9 +73,11 @@ def test_a_record_in_fp8(num_tokens: int, dtype: torch.dtype) -> None:
     found = StoredKV(layers_in(memory, model.shape, num_tokens, "fp8"))
     found.check(model.shape, num_tokens)
     assert same(found, kept(kv))
-    assert found.num_bytes == kv.num_bytes and found.addresses(0) is None
+    assert found.num_bytes == len(memory) and found.addresses(0) is None
     assert b"".join(Record.of(key, found).parts) == data  # not narrowed twice
-    assert same(found.tokens(0, 1), kept(kv).tokens(0, 1))
+    for part in ((0, 1), (num_tokens // 2, num_tokens)):
+        assert same(found.tokens(*part), kept(kv).tokens(*part))
+        assert found.tokens(*part).num_bytes == len(memory) // num_tokens * (part[1] - part[0])
 
 
 def test_fp8_and_full_precision_do_not_find_each_other() -> None:
@@ -106,6 +116,55 @@ def test_fp8_is_smaller_everywhere(tmp_path: Path) -> None:
             stats = store.stats()
             sizes.append((stats["bytes.host"], stats["bytes.disk"], stats["bytes_written.disk"]))
     assert all(3 * small < large for large, small in zip(*sizes, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gpu_gets_eight_bits_and_widens_them(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """By stand-ins for streams; the second window is a part of a chunk."""
+    shape = KVShape(5, 2, 8, torch.float32)
+    key = make_key(num_tokens=9, model=replace(FP8, shape=shape))
+    with ChunkStore(host_bytes=1 << 22) as store:
+        store.put(key, make_kv(key))
+        assert store.flush()
+        kv = store.get(key)
+    assert kv is not None
+    expected = kept(make_kv(key))
+    if late:
+        streamed = StreamingLayers(kv.layers, "late", 60)
+        for _ in range(5):
+            streamed.arrive()
+        kv = StreamingKV(streamed)
+    device = Device(monkeypatch, "early")
+    plan = BlendPlan((ChunkSpan(0, kv), ChunkSpan(9, kv)))
+    request = StepRequest(plan, 0, 0, 14, torch.device("cpu"))
+    stored = kv_loader.StoredLayers([request], torch.device("cpu"), 5, 0, StageClock())
+    copied = device.narrow
+    monkeypatch.setattr(Fp8Layers, "layer", None)  # nothing is widened before it is copied
+    for layer in range(5):
+        stored.read(layer)
+        found = stored.old_kv(request, layer)
+        for tensor, whole in zip(found, expected.layers[layer], strict=True):
+            assert torch.equal(tensor, torch.cat([whole, whole[:5]]))
+        stored.done(layer)
+    assert len(copied) == 5 * 2 * 2
+    assert {values.element_size() for values in copied} == {1}
+    assert sum(values.numel() for values in copied) == 5 * 2 * 14 * 16
+
+
+def test_a_servers_budget_is_of_what_is_kept() -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_kv_heads=lambda parallel: 2,
+            get_head_size=lambda: 64,
+            get_num_layers=lambda parallel: 3,
+            dtype=torch.bfloat16,
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    shape = KVShape(3, 2, 64, torch.bfloat16)
+    for storage in ("auto", "fp8"):
+        key = ModelKey("w", "{}", shape, storage=storage).chunk(range(10))
+        assert bytes_per_token(config, storage) == 2 * Layout.of(key).payload_bytes // 10
 
 
 def test_bad_storage_is_refused() -> None:

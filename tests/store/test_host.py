@@ -45,18 +45,17 @@ def test_the_least_recently_used_make_room_but_not_those_in_use() -> None:
     for key in keys[:3]:
         assert put(tier, key)
     in_use = tier.get(keys[0])
-    tier.pins = {keys[1].digest}
     for key in keys[3:6]:
         assert put(tier, key)
-    assert [tier.contains(key) for key in keys[:6]] == [True, True, False, False, False, True]
-    also = tier.get(keys[5])
+    assert [tier.contains(key) for key in keys[:6]] == [True, False, False, False, True, True]
+    also, third = tier.get(keys[5]), tier.get(keys[4])
     assert not put(tier, keys[6])  # nothing may go: memory of its own, not kept
     assert not tier.contains(keys[6])
     assert tier.stats["overflows"] == 1
     assert tier.stats["evictions"] == 3
     assert same(in_use, make_kv(keys[0]))
     assert same(also, make_kv(keys[5]))
-    del in_use, also
+    del in_use, also, third
     gc.collect()
     assert put(tier, keys[7])
     assert not tier.contains(keys[0])

@@ -8,8 +8,7 @@ from chunks import MODEL, SHAPE, make_key, make_kv
 
 from vllm_blend.store import ChunkStore, ModelKey
 from vllm_blend.store.arena import Arena
-from vllm_blend.store.index import PAGE
-from vllm_blend.store.record import Layout
+from vllm_blend.store.record import PAGE, Layout
 
 pytestmark = pytest.mark.gpu
 

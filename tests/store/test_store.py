@@ -266,22 +266,6 @@ def test_a_chunk_that_leaves_host_memory_goes_to_the_next_tier(
     assert all(same(store.get(key), make_kv(key)) for key in keys if key.digest in tier.records)
 
 
-def test_pins_keep_chunks(store: ChunkStore) -> None:
-    keys = [make_key(i) for i in range(20)]
-    store.pin(keys[0])
-    store.pin(keys[0])
-    store.unpin(keys[0])
-    for key in keys:
-        store.put(key, make_kv(key))
-        assert store.flush()
-    assert store._host.contains(keys[0])
-    assert not store._host.contains(keys[1])
-    store.unpin(keys[0])
-    assert store._pins == {}
-    with pytest.raises(ValueError, match="is not pinned"):
-        store.unpin(keys[0])
-
-
 def test_without_room_in_host_memory_loads_still_work(tier: FakeTier) -> None:
     with ChunkStore([tier], host_bytes=0) as store:
         store.put(KEY, make_kv(KEY))

@@ -16,16 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend.api.blender import Blender, Chunk
+from vllm_blend.api.blender import Blender, BlendPrompt, Chunk
 from vllm_blend.compat import engine_access
 from vllm_blend.core import tensor_parallel
 from vllm_blend.core.prompt import TokenIds, text_ids
-from vllm_blend.store.controller import FLOOR, ComputeTime, Controller, Decision, Located
+from vllm_blend.store.compute_time import EngineTimes, Measurement
+from vllm_blend.store.controller import FLOOR, Controller, Decision, Located
 from vllm_blend.store.record import Layout
 from vllm_blend.store.store import IN_MEMORY
 from vllm_blend.store.streaming_layers import ChunkLost
@@ -39,61 +39,47 @@ HIDE = 0.8
 """Share of a load that recomputation may fill: the two disturb each other, and machines get busier."""
 
 
-@dataclass(frozen=True)
-class EngineTimes:
-    """What prefills take on an engine, measured.
+LONGEST_GPU, LONGEST_CPU = 8192, 2048
+"""Tokens of the longest prompt that is timed, where the engine takes as many."""
+QUESTION_TOKENS = 16
+RATIOS = (FLOOR, 0.5, 1.0)
+"""Up to 1: what hides behind a slow load may be all of a prompt."""
 
-    Attributes:
-        blended: those that reuse KV at hand.
-        full: those that reuse nothing.
+
+def measure_engine(blender: Blender, longest: int | None = None, repeat: int = 3) -> EngineTimes:
+    """Times prompts of random tokens, alone on the engine; empties its prefix cache.
+
+    Args:
+        longest: tokens of the longest prompt; None: of usual ones, as far as the engine goes.
+        repeat: runs of each that count.
     """
+    if longest is None:
+        longest = LONGEST_GPU if torch.cuda.is_available() else LONGEST_CPU
+        longest = min(longest, blender.llm.llm_engine.model_config.max_model_len - 1)
+    vocab = blender.llm.llm_engine.model_config.get_vocab_size()
+    generator = torch.Generator().manual_seed(0)
 
-    blended: ComputeTime
-    full: ComputeTime
+    def ids(count: int) -> TokenIds:
+        return tuple(torch.randint(vocab, (count,), generator=generator).tolist())
 
-    @classmethod
-    def measure(
-        cls,
-        blender: Blender,
-        sizes: Sequence[int] | None = None,
-        ratios: Sequence[float] = (FLOOR, 0.5, 1.0),
-        repeat: int = 3,
-    ) -> EngineTimes:
-        """Times prompts of random tokens, alone on the engine; empties its prefix cache.
-
-        Args:
-            sizes: tokens of a prompt; None: three that fit the engine.
-            ratios: shares of them that are recomputed.
-            repeat: runs of each, of which the median counts.
-        """
-        sizes = _sizes(blender) if sizes is None else sizes
-        vocab = blender.llm.llm_engine.model_config.get_vocab_size()
-        generator = torch.Generator().manual_seed(0)
-
-        def ids(count: int) -> TokenIds:
-            return tuple(torch.randint(vocab, (count,), generator=generator).tolist())
-
-        def seconds(chunks: list[Chunk], ratio: float | None) -> float:
-            prompt = blender.prompt(chunks, question)
-            blender.llm.reset_prefix_cache()
-            settings = None if ratio is None else replace(blender.settings, recomp_ratio=ratio)
-            start = time.perf_counter()
-            blender.generate(prompt, _one_token(), settings=settings, blend=ratio is not None)
-            return time.perf_counter() - start
-
-        question = ids(16)
-        blended, full = [], []
-        for size in sizes:
-            parts = [ids(min(256, size - at)) for at in range(0, size, 256)]
-            chunks = [Chunk(*both) for both in zip(parts, blender.collect(parts), strict=True)]
-            prompt = blender.prompt(chunks, question)
-            total, reused = len(prompt.token_ids), prompt.num_reused
-            seconds(chunks, ratios[0])  # the first run of a shape may compile
-            for ratio in ratios:
-                took = median(seconds(chunks, ratio) for _ in range(repeat))
-                blended.append((total, total - reused + ratio * reused, took))
-            full.append((total, total, median(seconds(chunks, None) for _ in range(repeat))))
-        return cls(ComputeTime.fit(blended), ComputeTime.fit(full))
+    question, frame = ids(QUESTION_TOKENS), blender.frame
+    other = len(frame.tail) + len(question)
+    prompts: dict[int, BlendPrompt] = {}
+    measurement = Measurement(longest, other, RATIOS, repeat)
+    for size in measurement.sizes:
+        room = size - len(frame.head) - other
+        parts = [ids(min(256, room - at)) for at in range(0, room, 256)]
+        chunks = [Chunk(*both) for both in zip(parts, blender.collect(parts), strict=True)]
+        prompts[size] = blender.prompt(chunks, question)
+    while (run := measurement.next) is not None:
+        size, ratio = run
+        settings = None if ratio is None else replace(blender.settings, recomp_ratio=ratio)
+        blender.llm.reset_prefix_cache()
+        start = time.perf_counter()
+        blender.generate(prompts[size], _one_token(), settings=settings, blend=ratio is not None)
+        measurement.took(time.perf_counter() - start)
+    assert measurement.times is not None
+    return measurement.times
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +135,7 @@ class PacedBlender:
             )
         self.blender = blender
         self.store = blender.store
-        self.times = times or EngineTimes.measure(blender)
+        self.times = times or measure_engine(blender)
         self.controller = Controller(
             self.times.blended,
             {lane.name: lane.load_time for lane in self.store.lanes},
@@ -167,7 +153,7 @@ class PacedBlender:
         *,
         decision: Decision | None = None,
     ) -> PacedOutput:
-        """Answers a question behind chunks, in this order.
+        """Answers a question about chunks, in this order.
 
         Once the answer is there, chunks that no tier had are computed for the store, and those that
         were slower to load than to compute are fetched to host memory, which also times their tier.
@@ -232,14 +218,6 @@ def _log(decision: Decision, tiers: Sequence[str | None]) -> None:
         decision.ratio,
         decision.reason,
     )
-
-
-def _sizes(blender: Blender) -> list[int]:
-    """Three prompt lengths, in the range of usual ones as far as the engine goes."""
-    longest = 8192 if torch.cuda.is_available() else 2048
-    room = blender.llm.llm_engine.model_config.max_model_len - len(blender.frame.head) - 64
-    longest = min(longest, room)
-    return [longest // 4, longest // 2, longest]
 
 
 def _one_token() -> Any:

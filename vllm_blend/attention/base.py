@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,11 +76,19 @@ class ComputedRows(Protocol):
         """Fuses the layer's stored KV into its paged cache, and lets the question be heard."""
         ...
 
+    def behind(self, layer: int) -> None:
+        """Called behind it; may end the model's forward by an exception."""
+        ...
+
 
 class StepWatcher(Protocol):
     """What an engine's attention layers tell of a step (``model/blending.py``)."""
 
     step: Any
+
+    def attempt(self, do: Callable[[], None]) -> None:
+        """Does what this rank does by itself (``model/guard.py``)."""
+        ...
 
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keeps K and V of the requests that are collected in this step."""
@@ -131,12 +140,15 @@ class BlendAttention:
         """
         if self.blend is None or self.blend.watcher.step is None or metadata is None:
             return None
-        self.blend.watcher.collect(self.blend, key, value)
+        blend, watcher = self.blend, self.blend.watcher
+        watcher.attempt(lambda: watcher.collect(blend, key, value))
         active: ComputedRows | None = getattr(metadata, "active", None)
-        if active is None or active.status(self.blend.index) not in FUSES:
+        if active is None or active.status(blend.index) not in FUSES:
             return None
-        active.before_attention(self, layer, query, key, value)
-        return active
+        rows = active
+        watcher.attempt(lambda: rows.before_attention(self, layer, query, key, value))
+        rows.behind(blend.index)
+        return rows
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
         """Writes stored K, rotated to its place, and V to the slots that no fresh row takes.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from vllm_blend.core.layers import BlockLayers, LayerKV
+from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers
 
 WIDEST_LOAD = 16
 """Bytes that a GPU loads at once; KV that a kernel reads starts at a multiple of this."""
@@ -53,6 +53,9 @@ class StoredKV:
 
     @property
     def num_bytes(self) -> int:
+        """What it takes as it is kept."""
+        if isinstance(self.layers, NarrowLayers):
+            return self.layers.num_bytes
         return sum(k.nbytes + v.nbytes for k, v in self.described)
 
     def has(self, layer: int) -> bool:
@@ -89,8 +92,8 @@ class StoredKV:
         if (start, end) == (0, self.num_tokens):
             return self
         scores = None if self.scores is None else self.scores[start:end]
-        if isinstance(self.layers, BlockLayers):
-            return StoredKV(BlockLayers(self.layers.block[:, :, start:end]), scores)
+        if isinstance(self.layers, BlockLayers | NarrowLayers):
+            return StoredKV(self.layers.tokens(start, end), scores)
         return StoredKV(tuple((k[start:end], v[start:end]) for k, v in self.layers), scores)
 
     def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:

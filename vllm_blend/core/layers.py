@@ -44,3 +44,26 @@ class BlockLayers(LazyLayers):
     def layer(self, index: int) -> LayerKV:
         k, v = self.block[index].unbind(0)
         return k, v
+
+    def tokens(self, start: int, end: int) -> BlockLayers:
+        """Those of tokens ``[start, end)``; not copied."""
+        return BlockLayers(self.block[:, :, start:end])
+
+
+class NarrowLayers(LazyLayers):
+    """Layers that are kept in fewer bits than the model computes in; ``layers[i]`` is widened at every
+    call, where it lies."""
+
+    @abstractmethod
+    def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A layer as it is kept: scales of K and of V, ``[num_tokens, num_kv_heads, 1]``, then K and V;
+        K is its values in fp32 times its scales."""
+
+    @abstractmethod
+    def tokens(self, start: int, end: int) -> NarrowLayers:
+        """Those of tokens ``[start, end)``; neither copied nor widened."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """What they take as they are kept."""

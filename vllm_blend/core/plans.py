@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -26,7 +27,7 @@ class ChunkSpan:
     """Stored KV at a place of a prompt: it stands for the tokens ``[start, end)``.
 
     ``token_ids``, where known, are compared with the prompt's before the KV is used.
-    ``exact``: it was computed behind just what stands before it here, so nothing is gained by computing
+    ``exact``: it was computed after just what stands before it here, so nothing is gained by computing
     it again.
     """
 
@@ -45,11 +46,13 @@ class BlendPlan:
     """What one request reuses. Immutable, so requests may share it (``n > 1``).
 
     ``timed``: measure its stages (``core/stage_clock.py``).
+    ``harvest``: parts of the prompt whose KV is kept as this prefill computes it; outside of ``spans``.
     """
 
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+    harvest: tuple[CollectPlan, ...] = ()
 
     @cached_property
     def made(self) -> dict[str, torch.Tensor]:
@@ -62,7 +65,17 @@ class BlendPlan:
     def check(self, prompt_token_ids: Sequence[int], shape: KVShape) -> None:
         """Raises ValueError if the plan does not fit the prompt or the model."""
         self.settings.check_num_layers(shape.num_layers)
-        check_spans([(span.start, span.end) for span in self.spans], len(prompt_token_ids))
+        places = [(span.start, span.end) for span in self.spans]
+        if places or not self.harvest:
+            check_spans(places, len(prompt_token_ids))
+        if self.harvest:
+            kept = [(part.start, part.num_prompt_tokens) for part in self.harvest]
+            check_spans(sorted(places + kept), len(prompt_token_ids))
+            if places and not self.settings.early:
+                raise ValueError(
+                    f"policy is {self.settings.policy!r} and KV is to be kept of the same prompt; "
+                    "allowed: policies that choose all rows before the first layer"
+                )
         for index, span in enumerate(self.spans):
             span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
             found = tuple(prompt_token_ids[span.start : span.end])
@@ -83,7 +96,7 @@ class ChunkIds:
 
     Attributes:
         tenant: only its requests find the chunk.
-        context: token ids that its KV is computed behind.
+        context: token ids that its KV is computed after.
     """
 
     tenant: str
@@ -92,7 +105,7 @@ class ChunkIds:
 
     @property
     def shelf(self) -> tuple[str, tuple[int, ...]]:
-        """What it has in common with others: whose they are, and what they are computed behind."""
+        """What it has in common with others: whose they are, and what they are computed after."""
         return self.tenant, self.context
 
 
@@ -117,19 +130,31 @@ class KeyedPlan:
     spans: tuple[KeyedSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
+    harvest: tuple[CollectPlan, ...] = ()
+
+
+class Collected(Protocol):
+    """Where a collected chunk's K and V go."""
+
+    def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Takes tokens of the chunk from ``first`` on, ``[num_tokens, num_kv_heads, head_size]``."""
+        ...
 
 
 @dataclass(eq=False)
 class CollectPlan:
-    """A request whose KV is kept: rows from ``start`` on of its prompt.
+    """Rows of a prompt whose KV is kept: from ``start`` to ``num_prompt_tokens``; of a ``BlendPlan``'s
+    ``harvest`` that is where the part ends.
 
-    Attention fills ``kv`` window by window (``model/collect.py``); it is whole when the prefill is.
+    Attention hands them over window by window (``model/collect.py``); all is there when the prefill
+    has come to its end, unless the prefix cache had part of it, which is not computed then.
 
     Attributes:
+        into: where they go; None: to ``kv``, where they are.
         on_model: also leave it at ``self_attn.hack_kv``, as the paper's code does.
         key: keep it in the model's process under this key.
         chunk: what is kept, for a store's lower tiers.
-        scored: ``key``'s KV is there, computed behind something else: keep only its tokens' scores.
+        scored: ``key``'s KV is there, computed after something else: keep only its tokens' scores.
         prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
         as_written: keep K as attention writes it, rotated to its place.
     """
@@ -143,9 +168,16 @@ class CollectPlan:
     scored: bool = False
     prefix: StoredKV | None = None
     as_written: bool = False
+    into: Collected | None = None
+    _computed: int = 0
 
     def __deepcopy__(self, memo: object) -> CollectPlan:
         return self  # the caller reads the result from this very object
+
+    @property
+    def num_tokens(self) -> int:
+        """How many rows are to be kept."""
+        return self.num_prompt_tokens - self.start
 
     @property
     def spans(self) -> tuple[ChunkSpan, ...]:
@@ -167,17 +199,35 @@ class CollectPlan:
                     "since the rows from start on are computed"
                 )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows were computed, and handed over."""
+        return self._computed >= self.num_prompt_tokens
+
+    def advance(self, position: int, end: int) -> None:
+        """The prompt's rows ``[position, end)`` were handed over; behind a gap they are of no use."""
+        if position <= max(self._computed, self.start):
+            self._computed = end
+
+    def restart(self) -> None:
+        """Forgets what was handed over."""
+        self._computed, self.kv, self.into = 0, [], None
+
     def write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep rows of layer ``layer`` that stand at ``position`` and after in the prompt."""
-        if layer == len(self.kv):
-            size = (self.num_prompt_tokens - self.start, *k.shape[1:])
-            self.kv.append((k.new_empty(size), v.new_empty(size)))
         skip = max(self.start - position, 0)
         rows = min(len(k), self.num_prompt_tokens - position)
-        if skip < rows:
-            place = slice(position + skip - self.start, position + rows - self.start)
-            self.kv[layer][0][place] = k[skip:rows]
-            self.kv[layer][1][place] = v[skip:rows]
+        if self.into is None and layer == len(self.kv):
+            size = (self.num_tokens, *k.shape[1:])
+            self.kv.append((k.new_empty(size), v.new_empty(size)))
+        if skip >= rows:
+            return
+        first, k, v = position + skip - self.start, k[skip:rows], v[skip:rows]
+        if self.into is not None:
+            self.into.write(layer, first, k, v)
+            return
+        for place, rest in zip(self.kv[layer], (k, v), strict=True):
+            place[first : first + len(rest)] = rest
 
 
 def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> None:

@@ -117,13 +117,13 @@ def text_ids(tokenizer: Any, text: str | Sequence[int], name: str) -> TokenIds:
 def head_ids(
     tokenizer: Any, frame: PromptFrame, head: str | Sequence[int], separator: TokenIds
 ) -> TokenIds:
-    """The ids before the first chunk: the frame's, then ``head`` with a separator behind it.
+    """The ids before the first chunk: the frame's, then ``head`` with a separator after it.
 
     Args:
         tokenizer: a transformers tokenizer.
         frame: what stands around every prompt; in a chat template ``head`` opens the user's turn.
         head: text or token ids; empty: the frame's alone, without a separator.
-        separator: as behind a chunk.
+        separator: as after a chunk.
     """
     if not len(head):
         return frame.head

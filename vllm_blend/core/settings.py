@@ -216,7 +216,7 @@ PAPER = BlendSettings(policy="hkvd", recomp_ratio=0.16)
 """The CacheBlend paper's choice, which ``cache_fuse_metadata`` has by default."""
 
 NO_STAND_IN = BlendSettings(recomp_ratio=0.16)
-"""The default where chunks are computed behind a prompt's head alone: their KV is farther off."""
+"""The default where chunks are computed after a prompt's head alone: their KV is farther off."""
 
 
 def num_kept(ratio: float, num_chunk_rows: int) -> int:

@@ -11,7 +11,7 @@ from vllm_blend.core.plans import ChunkSpan
 from vllm_blend.core.tensor_parallel import all_reduce_sum
 
 SCORING_TOKENS = 512
-"""Of a text of our own that chunks are computed behind for their scores, where there is no stand-in."""
+"""Of a text of our own that chunks are computed after for their scores, where there is no stand-in."""
 
 
 def movement(one: StoredKV, other: StoredKV) -> torch.Tensor:
@@ -22,16 +22,32 @@ def movement(one: StoredKV, other: StoredKV) -> torch.Tensor:
         one, other: KV of the same tokens, computed in two contexts. Tensor-parallel ranks bring their
             heads, and get the same scores.
     """
-    moved, size = [], []
+    return scores_of(all_reduce_sum(distances(one, other)))
+
+
+def distances(one: StoredKV, other: StoredKV) -> torch.Tensor:
+    """What this rank's heads bring to the scores: of each layer's K and V the squared distance of each
+    token, then the squares of all, ``[2 * num_layers, num_tokens + 1]`` float32 on the host."""
+    parts = []
     for pair, other_pair in zip(one.layers, other.layers, strict=True):
         for x, y in zip(pair, other_pair, strict=True):
-            there = y.to(x.device).float()
-            moved.append((x.float() - there).square().sum((1, 2)))
-            size.append(there.square().sum())
-    parts = all_reduce_sum(torch.cat([torch.stack(moved), torch.stack(size)[:, None]], dim=1))
+            moved, squares = apart(x.to(y.device), y)
+            parts.append(torch.cat([moved, squares.sum()[None]]))
+    return torch.stack(parts).cpu()
+
+
+def apart(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token the squared distance of ``x`` to ``y``, and the square of ``y``, ``[num_tokens]``
+    float32."""
+    there = y.float()
+    return (x.float() - there).square().sum((1, 2)), there.square().sum((1, 2))
+
+
+def scores_of(parts: torch.Tensor) -> torch.Tensor:
+    """Scores, ``[num_tokens]`` float32, of the sum of all ranks' ``distances``."""
     moved_by, squares = parts[:, :-1], parts[:, -1:]
     mean = (squares / moved_by.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
-    return (moved_by / mean).sum(0).cpu()
+    return (moved_by / mean).sum(0)
 
 
 Window = tuple[ChunkSpan, int, int]
@@ -46,7 +62,7 @@ def static_scores(windows: Sequence[Window]) -> torch.Tensor:
     """The scores of the windows' tokens (``StoredKV.scores``), ``[num_tokens]`` float32, on the host.
 
     A token whose KV is exact here has 0. One without scores counts as the mean of those that have
-    them, more at the beginning of its chunk and less behind it.
+    them, more at the beginning of its chunk and less after it.
     """
     parts = []
     known = []

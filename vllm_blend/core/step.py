@@ -35,7 +35,7 @@ class StepRequest:
         row: its first row in the step.
         request_id: vLLM's.
         num_prompt_tokens: a request that was preempted also prefills what it has answered so far,
-            behind its prompt; None: this window ends with the prompt.
+            after its prompt; None: this window ends with the prompt.
     """
 
     plan: BlendPlan | CollectPlan
@@ -52,8 +52,13 @@ class StepRequest:
         return self.plan.settings if isinstance(self.plan, BlendPlan) else NOTHING_RECOMPUTED
 
     @property
+    def kept_parts(self) -> tuple[CollectPlan, ...]:
+        """Parts of its prompt whose KV is kept."""
+        return (self.plan,) if isinstance(self.plan, CollectPlan) else self.plan.harvest
+
+    @property
     def end(self) -> int:
-        """Prompt position behind its last row."""
+        """Prompt position after its last row."""
         return self.position + self.num_rows
 
     @property
@@ -119,6 +124,11 @@ class BlendStep:
         return [request for request in self.requests if request.windows]
 
     @cached_property
-    def collected(self) -> list[StepRequest]:
-        """Requests whose KV is kept."""
-        return [r for r in self.requests if isinstance(r.plan, CollectPlan)]
+    def collected(self) -> list[tuple[StepRequest, CollectPlan]]:
+        """What is kept of this step's KV, and of which request."""
+        return [
+            (request, plan)
+            for request in self.requests
+            for plan in request.kept_parts
+            if plan.start < request.end and request.position < plan.num_prompt_tokens
+        ]

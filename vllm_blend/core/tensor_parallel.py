@@ -27,11 +27,19 @@ def rank() -> int:
 
 def all_reduce_sum(part: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks of what each has computed from its heads; may overwrite ``part``."""
-    return part if num_ranks() == 1 else tensor_model_parallel_all_reduce(part)
+    if num_ranks() == 1:
+        return part
+    if part.is_cpu:  # a GPU's group has no way for it
+        dist.all_reduce(part, group=get_tp_group().cpu_group)
+        return part
+    return tensor_model_parallel_all_reduce(part)
 
 
 def broadcast_rank0(rows: torch.Tensor) -> torch.Tensor:
-    """The first rank's ``rows``: where scores are equal, ranks may choose differently."""
+    """The first rank's ``rows``, as many on every rank: where scores are equal, ranks may choose
+    differently."""
+    if num_ranks() == 1:
+        return rows
     chosen: torch.Tensor = get_tp_group().broadcast(rows, src=0)
     return chosen
 

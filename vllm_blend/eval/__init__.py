@@ -1,5 +1,7 @@
 """Evaluation: how much of full prefill's quality a way of reusing KV keeps.
 
+python -m vllm_blend.eval COMMAND      run, tune, across, compare, worst or report
+
 data.py       examples, from the paper's JSON or from JSON lines
 synthetic.py  tasks whose answer needs attention from chunk to chunk
 tasks.py      prompts and scores of each data set
@@ -10,12 +12,8 @@ forcing.py    how far each is from full prefill, over the answer that full prefi
 runner.py     runs methods on examples; a JSON line each, so that a run can go on where it stopped
 stats.py      means, bootstrap intervals, differences to full prefill on the same prompts
 tables.py     Markdown
-across.py     tables over many runs
-compare.py    two methods, example by example
-worst.py      the examples at which a method is farthest from full prefill
-cli.py        the command line of the example scripts
 diagnose.py   deviation by token and layer, rank correlation, attention deviation
 figures.py    the same drawn
-report.py     one self-contained HTML page
-tune.py       the smallest ratio and the policy for a stated quality
+run.py        a command, and what the example scripts share; tune.py, across.py, compare.py, worst.py,
+              report.py: a command each (``__main__.py``)
 """

@@ -1,10 +1,10 @@
 """Tables over many runs: models, sets and methods beside each other.
 
-python -m vllm_blend.eval.across methods .out/*            # a table a run: each method's numbers
-python -m vllm_blend.eval.across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
-python -m vllm_blend.eval.across lost .out/* --methods hkvd@0.16 ahead@0.16
-python -m vllm_blend.eval.across recovered .out/* --methods hkvd@0.16 --of reuse
-python -m vllm_blend.eval.across plot .out/* --policies hkvd ahead --output kl.svg
+python -m vllm_blend.eval across methods .out/*            # a table a run: each method's numbers
+python -m vllm_blend.eval across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
+python -m vllm_blend.eval across lost .out/* --methods hkvd@0.16 ahead@0.16
+python -m vllm_blend.eval across recovered .out/* --methods hkvd@0.16 --of reuse
+python -m vllm_blend.eval across plot .out/* --policies hkvd ahead --output kl.svg
 
 Intervals are 95%, by bootstrap over the examples; methods in one table are on the same examples. A mean
 over runs (a model's, a set's, all) gives each run the same weight.
@@ -12,10 +12,10 @@ over runs (a model's, a set's, all) gives each run the same weight.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from vllm_blend.eval.command import command_parser
 from vllm_blend.eval.runs import Run, What, read_runs
 from vllm_blend.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.eval.tables import interval, number, percent, table
@@ -117,11 +117,9 @@ def _values(method: str, what: What) -> Column:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__, "across")
     parser.add_argument("what", choices=("methods", "kl", "lost", "recovered", "plot"))
-    parser.add_argument("folders", type=Path, nargs="+", help="of python -m vllm_blend.eval --output")
+    parser.add_argument("folders", type=Path, nargs="+", help="of eval run --output")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="columns, or rows")
     parser.add_argument("--of", default="reuse", help="recovered: the method that loses (reuse)")
     parser.add_argument("--policies", nargs="+", default=["hkvd", "ahead"], help="plot: a line each")
@@ -140,7 +138,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         kl_of_runs(runs, options.policies, options.output)
     else:
         print(grid(runs, {f"`{m}`": _values(m, options.what) for m in methods}), end="")
-
-
-if __name__ == "__main__":
-    main()

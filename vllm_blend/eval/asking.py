@@ -41,7 +41,7 @@ class Asker:
         blender: with the engine.
         task, example: what is asked.
         chunks: the prompt's.
-        prompt: of these chunks behind the task's header.
+        prompt: of these chunks after the task's header.
     """
 
     blender: Blender

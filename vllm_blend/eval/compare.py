@@ -1,18 +1,18 @@
 """Two methods beside each other, example by example, over the tasks of some runs.
 
-python -m vllm_blend.eval.compare .out/cut .out/wikimqa --methods ahead@0.08 hkvd@0.16
-python -m vllm_blend.eval.compare .out/* --methods ahead@0.08 hkvd@0.16 ahead@0.16 hkvd@0.16 --what kl
+python -m vllm_blend.eval compare .out/cut .out/wikimqa --methods ahead@0.08 hkvd@0.16
+python -m vllm_blend.eval compare .out/* --methods ahead@0.08 hkvd@0.16 ahead@0.16 hkvd@0.16 --what kl
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from vllm_blend.eval.across import grid
+from vllm_blend.eval.command import command_parser
 from vllm_blend.eval.runs import Run, read_runs
 
 
@@ -24,9 +24,7 @@ def differences(one: str, two: str, what: Literal["kl", "score"], run: Run) -> d
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__, "compare")
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--methods", nargs="+", required=True, metavar="ONE TWO", help="pairs")
     parser.add_argument("--what", nargs="+", choices=("kl", "score"), default=["kl", "score"])
@@ -40,7 +38,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         for one, two in pairs
     }
     print(grid(read_runs(options.folders), columns), end="")
-
-
-if __name__ == "__main__":
-    main()

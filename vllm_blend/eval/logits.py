@@ -25,7 +25,7 @@ def suffix_logits(
     settings: BlendSettings | None = None,
     blend: bool = True,
 ) -> torch.Tensor:
-    """Logits at every token behind the last chunk, ``[num_suffix_tokens, vocab_size]`` float32.
+    """Logits at every token after the last chunk, ``[num_suffix_tokens, vocab_size]`` float32.
 
     To score an answer by teacher forcing, append its tokens to the question. The prompt must fit one
     step (``max_num_batched_tokens``) and not be in the prefix cache.

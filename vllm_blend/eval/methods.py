@@ -1,14 +1,14 @@
 """Ways to answer a question over passages; each has a name that says all of it.
 
 ``full``          full prefill of every token: what the others are compared with
-``prefix``        full prefill behind vLLM's prefix cache, which holds the prompt's head and first chunk
+``prefix``        full prefill with vLLM's prefix cache, which holds the prompt's head and first chunk
 ``reuse``         stored KV of every chunk, nothing recomputed (the same as ``hkvd@0``)
 ``POLICY@RATIO``  blending, e.g. ``hkvd@0.16``; further settings follow after colons:
                   ``hkvd@0.16:mask=bottom_right``, ``hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.16``
-``...:behind=``   last: with chunks computed behind something else than the prompt's head: ``nothing``,
+``...:behind=``   last: with chunks computed after something else than the prompt's head: ``nothing``,
                   ``bos``, ``another`` (an instruction that is not the prompt's), ``before`` (the head,
-                  then the 128 tokens before it in its passage); or a prompt's first chunk behind the
-                  head, and the others behind the head and a text of these: ``others`` (512 tokens of
+                  then the 128 tokens before it in its passage); or a prompt's first chunk after the
+                  head, and the others after the head and a text of these: ``others`` (512 tokens of
                   another example's passages, as a stand-in), ``text`` (512 tokens of a text of our own,
                   the stand-in by default), ``harvested`` (as many of another example's chunks as stand
                   before it here, or all if there are fewer: as if its KV were kept of a prompt that had
@@ -17,8 +17,8 @@
 ``maprerank``     an answer from each chunk alone; the one that the model is surest of
 
 Where a method has the policy ``static``, alone or in a product, each chunk is computed in two contexts,
-for its tokens' scores: behind what the method says, and behind the head alone; one that is behind the
-head alone anyway, behind the head and the text of our own. All methods of a run share them.
+for its tokens' scores: after what the method says, and after the head alone; one that is after the
+head alone anyway, after the head and the text of our own. All methods of a run share them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ BEHIND: dict[str, str] = {
     "text": "",
     "harvested": "",
 }
-"""What else chunks are computed behind; ``runner.py`` fills in what is empty here."""
+"""What else chunks are computed after; ``runner.py`` fills in what is empty here."""
 
 OVERLAP = 128
-"""Tokens of a chunk's passage that it is computed behind, with ``:behind=before``."""
+"""Tokens of a chunk's passage that it is computed after, with ``:behind=before``."""
 OTHERS = ("others", "harvested")
 """Those that need another example."""
 STAND_IN = 512
-"""Tokens of another example that it is computed behind, with ``:behind=others``."""
+"""Tokens of another example that it is computed after, with ``:behind=others``."""
 
 _VALUES: dict[str, Callable[[str], Any]] = {
     "mask": str,
@@ -57,7 +57,7 @@ _VALUES: dict[str, Callable[[str], Any]] = {
 
 
 def split_behind(name: str) -> tuple[str, str | None]:
-    """A method's name without its ``:behind=`` part, and that part; None: behind the prompt's head.
+    """A method's name without its ``:behind=`` part, and that part; None: after the prompt's head.
 
     Raises:
         ValueError: names the head that is not known.

@@ -1,6 +1,6 @@
 """One self-contained HTML page: a prompt's deviation, and the figures of a run.
 
-    python -m vllm_blend.eval.report --data inputs/eval/musique.json --task musique \\
+    python -m vllm_blend.eval report --data inputs/eval/musique.json --task musique \\
         --results .out/musique
 
 The page loads nothing: figures are inside it. It shows the first example of the data.
@@ -8,7 +8,6 @@ The page loads nothing: figures are inside it. It shows the first example of the
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.eval import figures
-from vllm_blend.eval.cli import make_blender
+from vllm_blend.eval.command import command_parser
 from vllm_blend.eval.data import read_examples
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
+from vllm_blend.eval.run import make_blender
 from vllm_blend.eval.runner import read_results
 from vllm_blend.eval.stats import Summary, summarize
 from vllm_blend.eval.tables import HEADER, row
@@ -102,9 +102,7 @@ def texts(found: Diagnosis) -> list[list[tuple[str, float, bool]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__, "report")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M)")
@@ -132,7 +130,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(render(found, settings[0], name, summaries))
     print(f"Written: {options.output}")
-
-
-if __name__ == "__main__":
-    main()

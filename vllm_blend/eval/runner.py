@@ -81,7 +81,7 @@ class Cell:
     """One method on one example, while it is being filled in: how far it is, and what it answers.
 
     Attributes:
-        asker: of chunks computed behind what the method says.
+        asker: of chunks computed after what the method says.
         full: what full prefill says.
     """
 
@@ -185,7 +185,7 @@ class Runner:
     def _askers(
         self, task: Task, examples: Sequence[Example], behinds: Sequence[str | None]
     ) -> dict[str | None, list[asking.Asker]]:
-        """The same prompts each time, of chunks computed behind their head or something else."""
+        """The same prompts each time, of chunks computed after their head or something else."""
         blender = self.blender
         pieces = {example: self._token_ids(task, example) for example in examples}
         contexts = {
@@ -217,7 +217,7 @@ class Runner:
         return self.blender.token_ids([piece for piece, _ in self._pieces(task, example)])
 
     def _contexts(self, task: Task, example: Example, behind: str | None) -> list[TokenIds]:
-        """What each chunk of an example is computed behind."""
+        """What each chunk of an example is computed after."""
         blender, pieces = self.blender, self._pieces(task, example)
         head = blender.head_ids(task.header)
         if behind == "bos":
@@ -234,7 +234,7 @@ class Runner:
         elif behind == "harvested":
             other = self._token_ids(task, self._other[example])
             before = [tuple(chain.from_iterable(other[:count])) for count in range(len(pieces))]
-        return [head, *(head + text for text in before[1:])]  # the first one is exact behind the head
+        return [head, *(head + text for text in before[1:])]  # the first one is exact after the head
 
     def stand_in(self, task: Task, example: Example) -> TokenIds:
         """The end of an example's passages, as they stand in its prompt."""

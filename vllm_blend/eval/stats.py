@@ -76,8 +76,8 @@ class Summary:
         score: the task's metric; NaN in a run without answers, as ``loss``.
         loss: full prefill's score less this one's, example by example.
         kl: KL(full || method) over the first answer tokens; None where it is not defined.
-        recovered: share of full reuse's KL that is gone; None without full reuse, of chunks computed
-            behind the same, on the same examples.
+        recovered: share of full reuse's KL that is gone; None without full reuse, of chunks
+            with the same contexts, on the same examples.
         top1: share of those tokens with full prefill's first choice.
         same: share of answers that are full prefill's, token for token.
         ttft: median, seconds; None if any was not measured.
@@ -109,7 +109,7 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
 
 
 def reuse_beside(method: str) -> str:
-    """Full reuse of chunks that are computed behind what ``method`` has them behind."""
+    """Full reuse of chunks with the contexts that ``method`` gives them."""
     _, behind = split_behind(method)
     return f"reuse:behind={behind}" if behind else "reuse"
 

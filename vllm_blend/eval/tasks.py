@@ -3,7 +3,7 @@
 The protocol is the paper's (arXiv 2405.16444, section 7.1): an instruction first, then each passage as
 chunks of at most 512 tokens, then the question; question answering is scored by F1, summaries by
 Rouge-L. The wording is our own. The instruction holds worked examples, since small models copy a form
-better than they follow an order. It is the head that chunks are computed behind; its KV is exact.
+better than they follow an order. It is the head that chunks are computed after; its KV is exact.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Finds the smallest ratio, and the policy that needs it, at a stated quality on the user's prompts.
 
-    python -m vllm_blend.eval.tune --data my_prompts.jsonl --task musique --quality 0.9 \\
+    python -m vllm_blend.eval tune --data my_prompts.jsonl --task musique --quality 0.9 \\
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
-tokens: 0 is full reuse, 1 full prefill. Each policy is tried on chunks computed behind the head alone,
-and on chunks computed behind a stand-in, the passages of another of the prompts.
+tokens: 0 is full reuse, 1 full prefill. Each policy is tried on chunks computed after the head alone,
+and on chunks computed after a stand-in, the passages of another of the prompts.
 
 The settings file is for a server's ``additional_config["vllm_blend"]``; for
 ``BlendSettings.from_mapping`` without its ``stand_in``, which the ``Blender`` takes.
@@ -13,7 +13,6 @@ The settings file is for a server's ``additional_config["vllm_blend"]``; for
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.eval.cli import parser_of, runner_of
 from vllm_blend.eval.data import Example, read_examples
 from vllm_blend.eval.methods import blend_settings
+from vllm_blend.eval.run import examples_parser, runner_of
 from vllm_blend.eval.runner import Runner
 from vllm_blend.eval.stats import Summary, summarize
 from vllm_blend.eval.tables import interval, percent
@@ -46,11 +45,11 @@ def tune(
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
 
     Policies that need a layer loop are left out for models that have none. With ``stand_in`` each is
-    tried on chunks computed behind another example's passages too, if there is another example.
+    tried on chunks computed after another example's passages too, if there is another example.
 
     Returns:
         The best method of the first ratio at which there is one; None if there is none at any. Its
-        ``recovered`` is of what full reuse behind the head loses.
+        ``recovered`` is of what full reuse after the head loses.
 
     Raises:
         ValueError: if ``quality`` is not in [0, 1], or if an example has no other to take a stand-in
@@ -89,11 +88,11 @@ def settings_of(method: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser: argparse.ArgumentParser = parser_of(__doc__)
+    parser = examples_parser(__doc__, "tune")
     parser.add_argument("--task", choices=TASKS, required=True, help="how the prompts are put")
     parser.add_argument("--quality", type=float, default=0.9, help="share of the KL to remove (0.9)")
     parser.add_argument("--settings", type=Path, default=Path("blend.json"), help="file to write")
-    parser.add_argument("--no-stand-in", action="store_true", help="all chunks behind the head alone")
+    parser.add_argument("--no-stand-in", action="store_true", help="all chunks after the head alone")
     parser.set_defaults(policies=list(POLICIES), ratios=list(RATIOS))
     options = parser.parse_args(argv)
     if options.data is None:
@@ -126,7 +125,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{best.method}: removes {percent(best.recovered)} of full reuse's KL, which leaves "
         f"{interval(best.kl, 4)} (n={best.n}){faster}. Written to {options.settings}"
     )
-
-
-if __name__ == "__main__":
-    main()

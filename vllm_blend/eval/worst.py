@@ -1,14 +1,14 @@
 """The examples at which a method is farthest from full prefill, to be read.
 
-python -m vllm_blend.eval.worst .out/wikimqa .out/musique --method hkvd@0.16 --count 5
+python -m vllm_blend.eval worst .out/wikimqa .out/musique --method hkvd@0.16 --count 5
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_blend.eval.command import command_parser
 from vllm_blend.eval.runner import Result, read_results
 
 
@@ -27,9 +27,7 @@ def worst(results: Sequence[Result], method: str, count: int) -> list[tuple[Resu
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__, "worst")
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--method", default="hkvd@0.16")
     parser.add_argument("--count", type=int, default=5, help="examples, over all folders (5)")
@@ -50,7 +48,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             score = "" if other.score is None else f"score {other.score:.2f}"
             print(f"  {name:30} {kl:42} {score:12} {other.answer!r}")
-
-
-if __name__ == "__main__":
-    main()

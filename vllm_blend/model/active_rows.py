@@ -1,4 +1,4 @@
-"""The rows that a step computes, and the forward context in which vLLM's layers compute just those.
+"""The forward context in which vLLM's layers compute a step's chosen rows, and stored KV beside them.
 
 Rows are known before layer 0, or become known at a check layer (``model/loop.py``); either way the
 stock layers run on them, and find in vLLM's forward context what depends on where a row stands.
@@ -26,10 +26,15 @@ from vllm_blend.core.kv import concat_kv
 from vllm_blend.core.layers import LayerKV
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, Status, StepRequest
+from vllm_blend.model.chosen_rows import ChosenRows
 from vllm_blend.model.kv_loader import StoredLayers, began
 
 if TYPE_CHECKING:
     from vllm_blend.ops.segment_scatter import SegmentTables
+
+
+class LastLayerHeard(Exception):
+    """Ends a forward of the model once the last layer that is asked was heard."""
 
 
 class Listener(Protocol):
@@ -67,16 +72,15 @@ class Fusing:
         return torch.cat([request.chunk_rows for request in self.requests])
 
 
-class ActiveRows:
-    """The rows of a step that are computed.
+class ActiveRows(ChosenRows):
+    """The rows of a step that are computed, as its layers see them.
 
     Attributes:
-        kept: of each request whose rows are chosen, those of its ``chunk_rows`` that are computed, as
-            indices; on the host where the host has chosen them.
-        fused: requests whose stored KV is in the cache already, of the layers before ``fused_layers``.
+        fused_layers: of ``fused`` requests the layers before this one are in the cache.
         received: what the chunk rows of a request that was asked get of its question's attention,
             ``[num_chunk_rows]`` float32.
-        listener: hears the queries of every layer, and may end the forward before ``end_layer``.
+        listener: hears the queries of every layer.
+        end_layer: the forward ends before it.
         clock: measures the step's stages.
     """
 
@@ -89,17 +93,11 @@ class ActiveRows:
         cache_fuse_metadata: Any = None,
         clock: StageClock | None = None,
     ) -> None:
-        self.step = step
+        super().__init__(step, positions)
         self.clock = StageClock(step, positions.device) if clock is None else clock
-        self.kept: dict[StepRequest, torch.Tensor] = {}
-        self.fused: set[StepRequest] = set()
         self.fused_layers = self.end_layer = num_layers
         self.received: dict[StepRequest, torch.Tensor] = {}
         self.listener: Listener | None = None
-        self._rows: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
-        self._query_start_loc: torch.Tensor | None = None
-        self._all_positions = positions
         self._context = context
         self._num_layers = num_layers
         self.cache_fuse_metadata = cache_fuse_metadata
@@ -107,40 +105,6 @@ class ActiveRows:
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of slot_mapping
         self._fusing: dict[bool, Fusing] = {}
         self._described: dict[tuple[int, Any], Any] = {}  # by id of the stock metadata, and window
-
-    @property
-    def device(self) -> torch.device:
-        return self._all_positions.device
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """Rows of the step, ascending, ``[num_kept]``."""
-        if self._rows is None:
-            self._rows = torch.arange(self.step.num_rows, device=self.device)
-        return self._rows
-
-    @property
-    def num_rows(self) -> int:
-        return self.step.num_rows if self._rows is None else self._rows.numel()
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """Prompt positions of the rows, ``[num_kept]``; before the first choice vLLM's own tensor,
-        padding included."""
-        if self._rows is None:
-            return self._all_positions
-        if self._positions is None:
-            self._positions = self._all_positions[self._rows]
-        return self._positions
-
-    @property
-    def query_start_loc(self) -> torch.Tensor:
-        """First of the rows of each request, then ``num_rows``, ``[num_reqs + 1]`` int32."""
-        if self._query_start_loc is None:
-            starts = torch.tensor(self.step.starts, pin_memory=self.device.type == "cuda")
-            starts = starts.to(self.device, non_blocking=True)
-            self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
-        return self._query_start_loc
 
     @cached_property
     def _check_layers(self) -> frozenset[int]:
@@ -186,44 +150,6 @@ class ActiveRows:
             return Status.CHECK
         return Status.AFTER_CHECK if self.kept else Status.FULL_PREFILL
 
-    def first_row(self, request: StepRequest) -> int:
-        """Which of the rows is the first one of ``request``."""
-        before = (other for other in self.kept if other.row < request.row)
-        return request.row - sum(r.num_chunk_rows - self.kept[r].numel() for r in before)
-
-    def candidates(self, request: StepRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        """The request's chunk tokens that are still computed.
-
-        Returns:
-            Their indices into the frame's rows and into the request's ``chunk_rows``.
-        """
-        kept = self.kept.get(request)
-        if kept is None:
-            kept = torch.arange(request.num_chunk_rows, device=self.device)
-        kept = kept.to(self.device)
-        return torch.searchsorted(self.rows, request.chunk_rows[kept]), kept
-
-    def shrink(self, kept: dict[StepRequest, torch.Tensor]) -> torch.Tensor:
-        """Drops the chunk rows not in ``kept``; returns the indices of the rows that stay."""
-        before = self._rows
-        self.kept |= kept
-        on_host = all(index.device.type == "cpu" for index in self.kept.values())
-        self._take(self._kept_rows(torch.device("cpu") if on_host else self.device))
-        return self.rows if before is None else torch.searchsorted(before, self.rows)
-
-    def own_rows_of(self, requests: Iterable[StepRequest]) -> None:
-        """Leaves only the rows of ``requests`` that no stored KV stands for."""
-        requests = list(requests)
-        self.kept = {request: torch.empty(0, dtype=torch.int64) for request in requests}
-        self.fused = {request for request in self.step.blended if request not in requests}
-        rows = []
-        for request in requests:
-            own = torch.ones(request.num_rows, dtype=torch.bool)
-            for _, start, end in request.windows:
-                own[start - request.position : end - request.position] = False
-            rows.append(own.nonzero().flatten() + request.row)
-        self._take(torch.cat(rows))
-
     def results(self) -> dict[str, Any]:
         """What the paper's ``cache_fuse_metadata`` tells of a choice of rows."""
         slot_mapping = next(iter(self._context.slot_mapping.values()))
@@ -251,6 +177,11 @@ class ActiveRows:
         stored_k = self.fuse(impl, layer)
         if self.listener is not None:
             self.listener.hear(impl, layer, query, key, stored_k)
+
+    def behind(self, layer: int) -> None:
+        """Ends the forward where no later layer is wanted."""
+        if layer + 1 == self.end_layer < self._num_layers:
+            raise LastLayerHeard
 
     def fuse(self, impl: Any, layer: Any) -> torch.Tensor | None:
         """Writes the layer's stored KV to its paged cache; returns rotated K where it is at hand."""
@@ -309,6 +240,11 @@ class ActiveRows:
             self._described[key] = metadata
         return self._described[key]
 
+    def changed(self) -> None:
+        self._slots.clear()
+        self._described.clear()
+        self._fusing.clear()  # there may be more to fuse now
+
     def let_go(self) -> None:
         """Of what holds the frame: else stored KV would stay until garbage is collected."""
         self._described.clear()
@@ -356,35 +292,6 @@ class ActiveRows:
             yield
 
     # --- how -----------------------------------------------------------------------------------------
-
-    def _kept_rows(self, device: torch.device) -> torch.Tensor:
-        """The step's rows without the chunk rows that are not kept, on ``device``."""
-        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=device)
-        count = self.step.num_rows
-        for request, index in self.kept.items():
-            count -= request.num_chunk_rows - index.numel()
-            shift = request.row - request.position
-            for _, start, end in request.windows:
-                mask[start + shift : end + shift] = False
-            # not `mask[rows] = True`: on a GPU that waits for the device, to copy the scalar there
-            mask.index_fill_(0, request.chunk_rows_on(device)[index.to(device)], True)
-        return torch.nonzero_static(mask, size=count).flatten()
-
-    def _take(self, rows: torch.Tensor) -> None:
-        """Makes ``rows``, ascending, on the host or the device, the frame's."""
-        starts = torch.as_tensor(self.step.starts)
-        if rows.device != self.device:  # chosen by the host: one copy for all that it knows
-            both = torch.cat([rows, torch.searchsorted(rows, starts)]).pin_memory()
-            rows, query_start_loc = both.to(self.device, non_blocking=True).split(
-                [rows.numel(), starts.numel()]
-            )
-            self._query_start_loc = query_start_loc.to(torch.int32)
-        else:
-            self._query_start_loc = None
-        self._rows, self._positions = rows, None
-        self._slots.clear()
-        self._described.clear()
-        self._fusing.clear()  # there may be more to fuse now
 
     def _last_keys(self) -> torch.Tensor:
         """The mask of the rows: the last key that each sees, ``[num_kept]``."""

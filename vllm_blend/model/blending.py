@@ -1,6 +1,6 @@
 """An engine that blends: what it knows of its model, and how a step that blends or collects runs.
 
-The runner's hook sets ``step`` before it calls the model (``plugin/step_requests.py``). Where all
+The runner's hook plans a step before it calls the model (``plugin/step_requests.py``). Where all
 rows are chosen before layer 0, the model's own forward runs on them (``model/rows.py``); policies
 that look at a check layer take the layer loop (``model/loop.py``).
 """
@@ -8,23 +8,27 @@ that look at a check layer take the layer loop (``model/loop.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import suppress
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_blend.attention.base import LayerBlend
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
-from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.stage_clock import StageClock
-from vllm_blend.core.step import BlendStep
+from vllm_blend.core.step import BlendStep, StepRequest
+from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
 from vllm_blend.model import rows
-from vllm_blend.model.active_rows import ActiveRows
+from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
 from vllm_blend.model.collect import collect
-from vllm_blend.model.guard import Guard
-from vllm_blend.model.kv_loader import InFlight
-from vllm_blend.model.lookahead import LastLayerHeard, Questions, asked_layers
+from vllm_blend.model.guard import Guard, StepFailed, digest
+from vllm_blend.model.kv_loader import STAGED, InFlight
+from vllm_blend.model.lookahead import Questions, asked_layers
+from vllm_blend.model.select import early
 from vllm_blend.model.select.question import num_asked
 
 if TYPE_CHECKING:
@@ -34,9 +38,18 @@ if TYPE_CHECKING:
 class RunsRows(Protocol):
     """Runs a frame's rows faster than the model's own forward (``model/graphs.py``)."""
 
-    def run(self, frame: ActiveRows, inputs: rows.Inputs) -> torch.Tensor | None:
-        """``[num_rows, hidden_size]``; None where it cannot."""
+    wanted: bool
+
+    def capture(self, frame: ActiveRows, inputs: rows.Inputs, guard: Guard) -> None:
+        """Gets ready, where that is ``wanted``."""
         ...
+
+    def prepared(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], torch.Tensor] | None:
+        """To be called for ``[num_rows, hidden_size]``; None where it cannot."""
+        ...
+
+
+T = TypeVar("T")
 
 
 class Blending:
@@ -80,6 +93,8 @@ class Blending:
         self.shift = 0
         self.watch: Callable[[torch.Tensor], None] | None = None
         self._frame: ActiveRows | None = None
+        self._begun = False
+        self._to_blend: Sequence[str] = ()
         self.collecting = True
         self.guard = Guard()
 
@@ -87,6 +102,41 @@ class Blending:
     def cache_fuse_metadata(self) -> CacheFuseMetadata:
         found: CacheFuseMetadata = self.inner.cache_fuse_metadata
         return found
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the forward that runs next blends or collects, as far as it is known."""
+        return self._begun or self.step is not None
+
+    def staging(self) -> torch.Tensor | None:
+        """As much memory as a step may take for blending, uint8, to be held while vLLM measures what a
+        forward needs; else None. A GPU's cache of blocks leaves room for it then."""
+        if not self.attns or self.unsupported is not None:
+            return None
+        if not is_forward_context_available() or get_forward_context().attn_metadata is not None:
+            return None
+        shape, rows = self.kv_shape, self.vllm_config.scheduler_config.max_num_batched_tokens
+        size = prod(shape.of(rows)) * shape.dtype.itemsize
+        return torch.empty(
+            STAGED * size, dtype=torch.uint8, device=self.vllm_config.device_config.device
+        )
+
+    def begin(self, to_blend: Sequence[str], plan: Callable[[], BlendStep | None]) -> None:
+        """Plans the forward that runs next. To be called on all ranks, or none; ``end`` behind it.
+
+        Args:
+            to_blend: ids of the requests that have a plan to blend.
+            plan: makes the step.
+        """
+        self._begun, self._to_blend = self.guard.is_open, to_blend
+        if self._begun:
+            self.step = self.guard.attempt(plan, None)
+        else:
+            self.guard.prefilled += to_blend
+
+    def end(self) -> None:
+        """Lets go of the step, which holds stored KV."""
+        self._begun, self.step = False, None
 
     def forward(
         self,
@@ -106,78 +156,149 @@ class Blending:
             Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none were computed.
         """
         step = self.step
-        assert step is not None
         inputs = rows.Inputs(stock, input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
         # in place: a graph reads positions where vLLM's runner keeps them
         with rows.placed(positions, positions + self.shift if self.shift else None):
-            output = self._blend_or_prefill(step, inputs) if step.blended else inputs.run()
+            output = self._blend_or_prefill(inputs)
         if self.watch is not None:
             self.watch(output)
-        self._ended(step, positions.device)
+        if step is not None and positions.is_cuda:
+            self.in_flight.hold(step, positions.device)
+        if self.step is not None:
+            self._keep(self.step)
         return output
 
-    def _blend_or_prefill(self, step: BlendStep, inputs: rows.Inputs) -> torch.Tensor:
-        """Blends; where that fails, all rows of the step are computed, as by vLLM's own forward."""
-        if self.guard.is_open:
-            try:
+    def _blend_or_prefill(self, inputs: rows.Inputs) -> torch.Tensor:
+        """Blends; where that fails, all rows of the step are computed, as by vLLM's own forward, and
+        none are kept."""
+        step = self.step
+        try:
+            if step is not None and step.blended:
                 return self._blend(step, inputs)
-            except Exception as error:
-                self.guard.caught(error)
-        self.guard.prefilled += [request.request_id for request in step.blended]
+            self.guard.agree(_digest_of(step))
+        except Exception as error:
+            self.guard.caught(error)
+            failed = self._to_blend if step is None else [r.request_id for r in step.blended]
+            self.guard.prefilled += failed
+            self.step = None
         return inputs.run()
 
     def _blend(self, step: BlendStep, inputs: rows.Inputs) -> torch.Tensor:
-        frame = self._frame_of(step, inputs)
-        with frame.clock.stage("select"):
-            self._ask(frame, inputs)
-            early = [request for request in step.blended if request.settings.early]
-            if early:
-                frame.shrink({r: rows.choose(r, frame.received.get(r)) for r in early})
-            if not frame.num_rows:  # a window of chunked prefill may hold reused tokens alone
-                frame.shrink({early[0]: torch.tensor([early[0].num_chunk_rows - 1])})
+        guard = self.guard
+        frame = guard.attempt(lambda: self._frame_of(step, inputs), None)
+        asking = [r for r in step.blended if r.settings.asks and num_asked(r)]
+        if asking:
+            self._ask(step, frame, asking, inputs)
+        chosen = self._choose(step, frame, asking)
+        run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
+        if not guard.agree(_digest_of(step), _digest_of_choice(chosen)):
+            chosen = _first_ranks(chosen)  # whose scores may differ in their last bits
+            run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
+            guard.agree()
+        frame = _known(frame)
+        if self.graphs is not None and self.graphs.wanted:
+            self.graphs.capture(frame, inputs, guard)
+            run = self._prepared(frame, inputs, chosen)
+        assert run is not None
         self._frame = frame
         try:
-            if len(early) == len(step.blended):
-                hidden = self._run_rows(frame, inputs)
-                output = rows.scattered(frame, hidden, inputs.positions.shape[0])
-                self.cache_fuse_metadata.record(frame.results())
-            else:
-                assert self.loop is not None  # else the request was refused
-                output = self.loop.run(frame, inputs)
+            hidden = run()
         finally:
             self._frame = None
             frame.let_go()
+        output = guard.attempt(lambda: self._finished(frame, inputs, hidden, chosen), hidden)
+        guard.agree()
         self.clocks.append(frame.clock)
         return output
 
-    def _ask(self, frame: ActiveRows, inputs: rows.Inputs) -> None:
+    def _ask(
+        self,
+        step: BlendStep,
+        frame: ActiveRows | None,
+        asking: list[StepRequest],
+        inputs: rows.Inputs,
+    ) -> None:
         """Runs the rows that no chunk holds of the requests that want the question asked: what their
         chunks get of its attention, at the layers that are asked. Up to those their stored KV is in
         the cache then."""
-        asking = [r for r in frame.step.blended if r.settings.asks and num_asked(r)]
-        if not asking:
-            return
-        layers = asked_layers(len(self.attns))
-        ahead = self._frame_of(frame.step, inputs, frame.clock)
-        ahead.own_rows_of(asking)
-        frame.fused_layers = ahead.end_layer = layers.stop
-        ahead.listener = questions = Questions(ahead, asking, layers)
+        guard, layers = self.guard, asked_layers(len(self.attns))
+
+        def prepare() -> tuple[ActiveRows, Questions, Callable[[], torch.Tensor]]:
+            ahead = self._frame_of(step, inputs, _known(frame).clock)
+            ahead.own_rows_of(asking)
+            ahead.end_layer = layers.stop
+            ahead.listener = questions = Questions(ahead, asking, layers)
+            return ahead, questions, self._runner(ahead, inputs)
+
+        prepared = guard.attempt(prepare, None)
+        guard.agree(_digest_of(step))
+        frame, (ahead, questions, run) = _known(frame), _known(prepared)
+        frame.fused_layers = layers.stop
         self.collecting = False
         try:
-            self._run_rows(ahead, inputs)
-        except LastLayerHeard:
-            pass
+            with frame.clock.stage("select"), suppress(LastLayerHeard):
+                run()
         finally:
             self.collecting = True
             ahead.let_go()
-        frame.received = questions.received()
+        got = guard.attempt(questions.received, dict[StepRequest, torch.Tensor]())
+        for request in asking:
+            none = torch.zeros(request.num_chunk_rows, device=frame.device)
+            frame.received[request] = all_reduce_sum(got.get(request, none))
         frame.fused |= set(asking)
-        frame.begin_behind()
+        guard.attempt(frame.begin_behind, None)
 
-    def _run_rows(self, frame: ActiveRows, inputs: rows.Inputs) -> torch.Tensor:
-        """The model's own forward of a frame's rows, ``[num_rows, hidden_size]``."""
-        hidden = None if self.graphs is None else self.graphs.run(frame, inputs)
-        return inputs.run_on(frame, self.attns) if hidden is None else hidden
+    def _choose(
+        self, step: BlendStep, frame: ActiveRows | None, asking: list[StepRequest]
+    ) -> dict[StepRequest, torch.Tensor]:
+        """Of each request that does not wait for a check layer, which of its ``chunk_rows`` are
+        computed: on the host, but where the question was asked."""
+
+        def choose() -> dict[StepRequest, torch.Tensor]:
+            received = _known(frame).received
+            with _known(frame).clock.stage("select"):
+                return {r: early.choose(r, received.get(r)) for r in step.blended if r.settings.early}
+
+        chosen = self.guard.attempt(choose, dict[StepRequest, torch.Tensor]())
+        for request in asking:
+            if request.settings.early:
+                none = torch.zeros(early.num_chosen(request), dtype=torch.int64, device=request.device)
+                chosen[request] = broadcast_rank0(chosen.get(request, none))
+        return chosen
+
+    def _prepared(
+        self, frame: ActiveRows, inputs: rows.Inputs, chosen: dict[StepRequest, torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
+        """The forward of the chosen rows, to be called."""
+        with frame.clock.stage("select"):
+            if chosen:
+                frame.shrink(chosen)
+            if not frame.num_rows:  # a window of chunked prefill may hold reused tokens alone
+                first = next(iter(chosen))
+                frame.shrink({first: torch.tensor([first.num_chunk_rows - 1])})
+        if len(chosen) == len(frame.step.blended):
+            return self._runner(frame, inputs)
+        assert self.loop is not None  # else the request was refused
+        return partial(self.loop.run, frame, inputs, self.guard)
+
+    def _runner(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], torch.Tensor]:
+        """The model's own forward of a frame's rows, ``[num_rows, hidden_size]``, to be called."""
+        run = None if self.graphs is None else self.graphs.prepared(frame, inputs)
+        return inputs.prepared(frame, self.attns) if run is None else run
+
+    def _finished(
+        self,
+        frame: ActiveRows,
+        inputs: rows.Inputs,
+        hidden: torch.Tensor,
+        chosen: dict[StepRequest, torch.Tensor],
+    ) -> torch.Tensor:
+        """Hidden states of all rows of what the step has run."""
+        if len(chosen) < len(frame.step.blended):
+            return hidden  # the layer loop's
+        output = rows.scattered(frame, hidden, inputs.positions.shape[0])
+        self.cache_fuse_metadata.record(frame.results())
+        return output
 
     def _frame_of(
         self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None
@@ -191,28 +312,80 @@ class Blending:
             clock,
         )
 
+    def attempt(self, do: Callable[[], None]) -> None:
+        """Called by each layer's attention for what this rank does by itself."""
+        self.guard.attempt(do, None)
+
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called by each layer's attention in a step (``attention/base.py``)."""
         if self.collecting and self.step is not None and self.step.collected:
+            for _, plan in self.step.collected:
+                if plan.key is not None and plan.into is None:
+                    self.chunks.collect(plan, self.kv_shape, key.device)
             collect(self.step, self._frame, layer.index, layer.rotation, key, value)
 
-    def _ended(self, step: BlendStep, device: torch.device) -> None:
-        for request in step.collected:
-            plan = request.plan
-            assert isinstance(plan, CollectPlan)
-            if plan.on_model and request.end >= plan.num_prompt_tokens:
+    def _keep(self, step: BlendStep) -> None:
+        """Keeps what the step has collected, on all ranks or none; a chunk that is not kept is
+        missed."""
+        if not step.collected:
+            return
+        guard, ended = self.guard, []
+        for request, plan in step.collected:
+            plan.advance(request.position, request.end)
+            if request.end >= plan.num_prompt_tokens:
+                ended.append(plan)
+        for plan in ended:
+            if plan.on_model:
                 for owner, kv in zip(self.owners, plan.kv, strict=True):
                     if owner is not None:
                         owner.hack_kv = list(kv)
-        if device.type == "cuda":
-            self.in_flight.hold(step, device)
+            if plan.key is None:
+                continue
+            parts = None
+            if plan.scored:
+                size = 2 * self.kv_shape.num_layers, plan.num_tokens + 1
+                parts = guard.attempt(partial(self.chunks.distances, plan), None)
+                parts = all_reduce_sum(torch.zeros(size, device="cpu") if parts is None else parts)
+            guard.attempt(partial(self.chunks.keep, plan, parts), None)
         try:
-            self.chunks.keep(step)
-        except Exception as error:
-            self.guard.caught(error)  # a chunk that is not kept is missed
+            guard.agree()
+        except StepFailed as failed:
+            guard.caught(failed)
+            for _, plan in step.collected:
+                plan.restart()
+            self.chunks.drop([plan.key for plan in ended if plan.key is not None and not plan.scored])
 
     def take_clocks(self) -> list[StageClock]:
         """Those of the steps since this was last called; lets go of stored KV that is read."""
         self.in_flight.release()
         clocks, self.clocks = self.clocks, []
         return clocks
+
+
+def _known(value: T | None) -> T:
+    """A value that is there, since nothing has failed before it is asked for."""
+    assert value is not None
+    return value
+
+
+def _digest_of(step: BlendStep | None) -> int:
+    """Of what all ranks must have in common; in scripts the ranks name requests as they like."""
+    requests = [] if step is None else step.requests
+    return digest(
+        (r.row, r.position, r.num_rows, [(lo, hi) for _, lo, hi in r.windows]) for r in requests
+    )
+
+
+def _digest_of_choice(chosen: dict[StepRequest, torch.Tensor]) -> int:
+    """Of the rows that the host has chosen; the others are the first rank's."""
+    return digest(index.tolist() for index in chosen.values() if index.device.type == "cpu")
+
+
+def _first_ranks(chosen: dict[StepRequest, torch.Tensor]) -> dict[StepRequest, torch.Tensor]:
+    """The first rank's choice; how many it has of a window may differ too."""
+    found = {}
+    for request in chosen:
+        mask = torch.zeros(request.num_chunk_rows, dtype=torch.int32, device=request.device)
+        mask[chosen[request].to(request.device)] = 1
+        found[request] = broadcast_rank0(mask).cpu().nonzero().flatten()
+    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from vllm_blend.attention.rotation import Rotation
-from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.step import BlendStep
 from vllm_blend.model.active_rows import ActiveRows
 
@@ -21,24 +20,19 @@ def collect(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """Hands K and V of the step's collected requests to their plans.
+    """Hands K and V of the rows that are kept to their plans; all of these rows are computed.
 
     Args:
         frame: the rows that are computed; None: all of the step's.
         key, value: of those rows, ``[num_rows, num_kv_heads, head_size]``, K rotated.
     """
-    for request in step.collected:
-        plan = request.plan
-        assert isinstance(plan, CollectPlan)
-        # a prefix whose KV is there is not computed
-        position = max([request.position, *(end for _, _, end in request.windows)])
-        count = request.end - position
-        if not count:
+    for request, plan in step.collected:
+        if plan.key is not None and plan.into is None:
             continue
-        # of all rows of the step those of a prefix too are computed
-        whole = request.row + position - request.position
-        at = whole if frame is None else frame.first_row(request)
-        k, v = key[at : at + count], value[at : at + count]
+        start = max(plan.start, request.position)
+        end = min(plan.num_prompt_tokens, request.end)
+        at = request.row + start - request.position if frame is None else frame.row_of(request, start)
+        k, v = key[at : at + end - start], value[at : at + end - start]
         if not plan.as_written:
-            k = rotation.undo(k, torch.arange(position, request.end, device=k.device))
-        plan.write(layer, position, k, v)
+            k = rotation.undo(k, torch.arange(start, end, device=k.device))
+        plan.write(layer, start, k, v)

@@ -1,7 +1,7 @@
-"""The model's forward on rows as CUDA graphs, one up to each layer's attention and one behind the last.
+"""The model's forward on rows as CUDA graphs, one up to each layer's attention and one after the last.
 
 Launched from Python, a layer takes the host 0.3 to 0.6 ms: longer than a GPU computes some hundred rows
-of it. vLLM's own graphs end before attention and begin behind it; these hold attention too, for rows at
+of it. vLLM's own graphs end before attention and begin after it; these hold attention too, for rows at
 any positions. Between two of them the host does what a graph cannot: it lets the GPU wait for the next
 layer's stored KV, and hands out queries, K and V to what listens or collects.
 
@@ -17,18 +17,18 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_blend.compat.cuda import unowned
 from vllm_blend.core.plans import BlendPlan
-from vllm_blend.core.step import Status
 from vllm_blend.core.tensor_parallel import capturing_on
 from vllm_blend.model.active_rows import ActiveRows
+from vllm_blend.model.graph_capture import Capture, Chain, Group, Places
+from vllm_blend.model.guard import Guard, StepFailed
 
 if TYPE_CHECKING:
     from vllm_blend.model.blending import Blending
@@ -47,53 +47,8 @@ MAX_REQS = 256
 MAX_SEGMENTS = 128
 """Most pieces of stored KV of such a step."""
 
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Where layers that share a KV cache's blocks find a step's rows; fixed tensors.
-
-    Attributes:
-        slots: of the rows, -1 where there is none, ``[max_rows]``.
-        all_slots: of all rows of the step, -1 where fresh K and V go, ``[max_num_tokens]``.
-        block_table: ``[max_reqs, max_num_blocks]``.
-    """
-
-    slots: torch.Tensor
-    all_slots: torch.Tensor
-    block_table: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Places:
-    """The fixed tensors that graphs read.
-
-    Attributes:
-        input_ids, positions: of the rows, ``[max_rows]``.
-        query_start_loc: first row of each request, ``[max_reqs + 1]``; the last is the number of rows.
-        groups: by layer; layers may share one.
-        tables: the stored KV.
-        hidden: the model's output, ``[max_rows, hidden_size]``.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    query_start_loc: torch.Tensor
-    groups: list[Group]
-    tables: SegmentTables
-    hidden: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """The graphs of one size.
-
-    Attributes:
-        graphs: in their order.
-        stops: query, K and V of each layer, valid until the graph behind them runs.
-    """
-
-    graphs: list[torch.cuda.CUDAGraph]
-    stops: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+MAX_FAILED = 3
+"""Sizes whose capture fails until no more are tried: it may not be the sizes."""
 
 
 class RowGraphs:
@@ -103,7 +58,8 @@ class RowGraphs:
         blending: the engine's.
 
     Attributes:
-        wanted: the next step that can be replayed is captured, for rows of all sizes.
+        wanted: the next step that blends is captured, for rows of all sizes. Only the engine's start
+            sets it: no request does.
     """
 
     def __init__(self, blending: Blending) -> None:
@@ -133,25 +89,30 @@ class RowGraphs:
         """Numbers of rows that are captured, ascending."""
         return sorted(self._chains)
 
-    def run(self, frame: ActiveRows, inputs: Inputs) -> torch.Tensor | None:
-        """The model's forward of a frame's rows, ``[num_rows, hidden_size]``, valid until the next one.
+    def prepared(self, frame: ActiveRows, inputs: Inputs) -> Callable[[], torch.Tensor] | None:
+        """The model's forward of a frame's rows, to be called before anything else is prepared:
+        ``[num_rows, hidden_size]``, valid until the next one.
 
         None: the step must run without graphs.
         """
-        if not (self.wanted or self._chains) or not self._fits(frame, inputs):
-            return None
-        if self.wanted:
-            self.wanted = False
-            self._capture_all(frame, inputs)
         size = next((n for n in self.sizes if frame.num_rows <= n), None)
-        if size is None or self._kv_cache != self._blending.attns[0].kv_cache.data_ptr():
+        if (
+            size is None
+            or not self._fits(frame, inputs)
+            or self._kv_cache != self._blending.attns[0].kv_cache.data_ptr()
+        ):
             return None
-        assert self._places is not None
-        if not self._fill_tables(self._places.tables, frame):
+        places = self._places
+        assert places is not None
+        if not self._fill_tables(places.tables, frame):
             return None
-        self._fill(self._places, frame, inputs, size)
-        self._replay(self._chains[size], frame)
-        return self._places.hidden[: frame.num_rows]
+        self._fill(places, frame, inputs, size)
+
+        def run() -> torch.Tensor:
+            self._replay(self._chains[size], frame)
+            return places.hidden[: frame.num_rows]
+
+        return run
 
     def _fits(self, frame: ActiveRows, inputs: Inputs) -> bool:
         """Whether graphs know all that this step is about."""
@@ -212,28 +173,46 @@ class RowGraphs:
             group.block_table[:num_reqs].copy_(frame.stock_metadata(attn).block_table[:num_reqs])
 
     def _replay(self, chain: Chain, frame: ActiveRows) -> None:
-        blending, count = self._blending, frame.num_rows
+        attempt = self._blending.attempt
         attended = frame.listener is not None or bool(frame.step.collected)
         chain.graphs[0].replay()
         for index, graph in enumerate(chain.graphs[1:]):
-            attn, stored = blending.attns[index], frame.fusing(index).stored
+            heard: list[tuple[torch.Tensor, ...]] = []
             if attended:
-                query, key, value = (tensor[:count] for tensor in chain.stops[index])
-                blending.collect(attn.impl.blend, key, value)
-                if frame.listener is not None:
-                    query = query.clone()  # heard once stored K is in the cache
-            for each in stored:
-                each.read(index)
+                attempt(partial(self._collect, chain, frame, index, heard))
+            attempt(partial(self._read, frame, index))
             graph.replay()
-            for each in stored:
-                each.done(index)
-            if frame.listener is not None:
-                frame.listener.hear(attn.impl, attn, query, key, None)
+            attempt(partial(self._read_on, frame, index, heard))
+            frame.behind(index)
+
+    def _collect(
+        self, chain: Chain, frame: ActiveRows, index: int, heard: list[tuple[torch.Tensor, ...]]
+    ) -> None:
+        query, key, value = (tensor[: frame.num_rows] for tensor in chain.stops[index])
+        self._blending.collect(self._blending.attns[index].impl.blend, key, value)
+        if frame.listener is not None:
+            heard.append((query.clone(), key))  # heard once stored K is in the cache
+
+    def _read(self, frame: ActiveRows, index: int) -> None:
+        for stored in frame.fusing(index).stored:
+            stored.read(index)
+
+    def _read_on(self, frame: ActiveRows, index: int, heard: list[tuple[torch.Tensor, ...]]) -> None:
+        for stored in frame.fusing(index).stored:
+            stored.done(index)
+        attn = self._blending.attns[index]
+        for query, key in heard:
+            assert frame.listener is not None
+            frame.listener.hear(attn.impl, attn, query, key, None)
 
     # --- capture -------------------------------------------------------------------------------------
 
-    def _capture_all(self, frame: ActiveRows, inputs: Inputs) -> None:
-        """Captures every size, the large ones first: the others fit in their memory."""
+    def capture(self, frame: ActiveRows, inputs: Inputs, guard: Guard) -> None:
+        """Captures every size, the large ones first: the others fit in their memory. A size whose
+        capture fails on some rank runs without; behind ``MAX_FAILED`` of them so do all."""
+        self.wanted = False
+        if not self._fits(frame, inputs):
+            return
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         attns = self._blending.attns
         self._kv_cache = attns[0].kv_cache.data_ptr()
@@ -242,33 +221,63 @@ class RowGraphs:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         collecting, self._blending.collecting = self._blending.collecting, False
         gc.collect()
+        failed = 0
         try:
-            self._places = self._make_places(frame, inputs, sizes[-1])
             for size in reversed(sizes):
-                capture = Capture(self._blending, self._places, size, pool)
-                capture.run(frame, inputs, warm=True)
-                torch.cuda.synchronize()
-                with capturing_on(stream):
-                    self._chains[size] = capture.run(frame, inputs)
-        except Exception as error:  # whatever a model's ops say to a capture: it runs without
-            self._chains.clear()
-            logger.warning(
-                "vllm_blend: no CUDA graphs for steps that blend, so the host launches each of their "
-                "layers: %s",
-                error,
-            )
-            return
+                try:
+                    self._chains[size] = self._capture(frame, inputs, size, pool, stream, guard)
+                except StepFailed as error:
+                    failed += 1
+                    logger.warning(
+                        "vllm_blend: no CUDA graphs for blended steps of %d rows, so the host launches "
+                        "each of their layers: %s",
+                        size,
+                        error.__cause__ or error,
+                    )
+                if failed == MAX_FAILED:
+                    break
         finally:
             self._blending.collecting = collecting
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-        logger.info(
-            "vllm_blend: captured blended steps of %d to %d rows as CUDA graphs in %.1f s, %.2f GiB",
-            self.sizes[0],
-            self.sizes[-1],
-            time.perf_counter() - start,
-            (free - torch.cuda.mem_get_info()[0]) / 2**30,
-        )
+        if self.sizes:
+            logger.info(
+                "vllm_blend: captured blended steps of %d to %d rows as CUDA graphs in %.1f s, "
+                "%.2f GiB",
+                self.sizes[0],
+                self.sizes[-1],
+                time.perf_counter() - start,
+                (free - torch.cuda.mem_get_info()[0]) / 2**30,
+            )
+
+    def _capture(
+        self,
+        frame: ActiveRows,
+        inputs: Inputs,
+        size: int,
+        pool: Any,
+        stream: torch.cuda.Stream,
+        guard: Guard,
+    ) -> Chain:
+        """The graphs of one size.
+
+        Raises:
+            StepFailed: on all ranks, where they cannot be had on one.
+        """
+        if self._places is None:  # the first size is the largest
+            self._places = guard.attempt(lambda: self._make_places(frame, inputs, size), None)
+            guard.agree()
+        assert self._places is not None
+        capture = Capture(self._blending, self._places, size, pool)
+        guard.attempt(lambda: capture.run(frame, inputs, warm=True), None)
+        guard.agree()
+        torch.cuda.synchronize()
+        with capturing_on(stream):
+            # no rank waits for another while it captures
+            chain = guard.attempt(lambda: capture.run(frame, inputs), None)
+        guard.agree()
+        assert chain is not None
+        return chain
 
     def _make_places(self, frame: ActiveRows, inputs: Inputs, max_rows: int) -> Places:
         from vllm_blend.ops.segment_scatter import SegmentTables  # needs Triton
@@ -299,92 +308,4 @@ class RowGraphs:
             of_layers,
             SegmentTables(MAX_SEGMENTS, max(max_tokens, frame.step.num_rows), len(attns), device),
             torch.zeros(max_rows, hidden_size, dtype=dtype, device=device),
-        )
-
-
-class Capture:
-    """The capture of one size.
-
-    Attention layers call it as they call a frame: there it ends a graph and begins the next one.
-    """
-
-    def __init__(self, blending: Blending, places: Places, size: int, pool: Any) -> None:
-        self._blending, self._places, self._size, self._pool = blending, places, size, pool
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._chain = Chain([], [])
-        self._warm = False
-        self.cache_fuse_metadata = blending.cache_fuse_metadata
-
-    def status(self, layer: int) -> Status:
-        """What every layer does on rows that were chosen before it."""
-        return Status.AFTER_CHECK
-
-    def run(self, frame: ActiveRows, inputs: Inputs, warm: bool = False) -> Chain:
-        """Runs the model on rows that read and write nothing; ``warm``: without capturing it."""
-        self._warm = warm
-        places, size = self._places, self._size
-        try:
-            self._begin()
-            with override_forward_context(self._context(frame)):
-                hidden = inputs.stock(
-                    input_ids=places.input_ids[:size],
-                    positions=places.positions[:size],
-                    intermediate_tensors=None,
-                    inputs_embeds=None,
-                    **inputs.more,
-                )
-            places.hidden[:size].copy_(hidden)
-        finally:
-            self._end()
-        return self._chain
-
-    def before_attention(
-        self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Called by each layer's attention: cuts here, and writes stored KV."""
-        if not self._warm:
-            self._end()
-            self._chain.stops.append((unowned(query), unowned(key), unowned(value)))
-            self._begin()
-        index = impl.blend.index
-        slots = self._places.groups[index].all_slots
-        impl.fuse_segments(layer.kv_cache, self._places.tables, index, slots)
-
-    def _begin(self) -> None:
-        if not self._warm:
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads may load KV meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._graph = graph
-
-    def _end(self) -> None:
-        if self._graph is not None:
-            graph, self._graph = self._graph, None
-            graph.capture_end()
-            self._chain.graphs.append(graph)
-
-    def _context(self, frame: ActiveRows) -> ForwardContext:
-        """Of rows at the fixed places. What is derived of them belongs to the first graph."""
-        places, size = self._places, self._size
-        described: dict[tuple[int, Any], Any] = {}
-        metadata, slots = {}, {}
-        for attn, group in zip(self._blending.attns, places.groups, strict=True):
-            key = id(group), getattr(attn, "sliding_window", None)
-            if key not in described:
-                described[key] = attn.impl.at(
-                    frame.describe(attn),
-                    places.positions[:size],
-                    places.query_start_loc,
-                    group.block_table,
-                )
-                described[key].active = self
-            metadata[attn.layer_name] = described[key]
-            slots[attn.layer_name] = group.slots[:size]
-        padding = torch.arange(size, device=frame.device) >= places.query_start_loc[-1:]
-        return frame.context_of(
-            metadata,
-            slots,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=None,
-            is_padding=padding if frame.tells_padding else None,
         )

@@ -1,24 +1,43 @@
-"""A step that fails to blend is a full prefill: what was caught, and when that is enough."""
+"""A step that fails to blend is a full prefill, on all tensor-parallel ranks.
+
+The ranks meet in the model's collective operations, so one that fails between two of them must not stay
+away from the next. What a rank does by itself it therefore ``attempt``s: an error is kept, and the step
+goes on with values that nobody will use. Before the rows run, and after, the ranks ``agree``: where one
+failed, all of them raise ``StepFailed`` there, and compute the step in full.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+from zlib import crc32
 
-from vllm_blend.core.tensor_parallel import num_ranks
+from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 
 logger = logging.getLogger("vllm.vllm_blend")
+T = TypeVar("T")
 
 MAX_FAILURES = 3
 """Failures of one kind until an engine blends no more."""
 
 
-class Guard:
-    """Of one engine.
+class StepFailed(Exception):
+    """A step failed to blend, here or on another rank; its ``__cause__`` is this rank's error, or None.
 
-    In a script failures are raised: its author can do something about them. With several
-    tensor-parallel ranks they are raised too: the other ranks would wait in a collective operation for
-    one that computes something else.
+    Attributes:
+        kind: a number for the error's type, the same on all ranks.
+    """
+
+    def __init__(self, kind: int) -> None:
+        super().__init__("the step failed to blend on another tensor-parallel rank")
+        self.kind = kind
+
+
+class Guard:
+    """Of one engine, on one rank. In a script failures are raised: its author can do something about
+    them.
 
     Attributes:
         catches: failures are caught, as a server needs it.
@@ -30,29 +49,82 @@ class Guard:
         self.catches = False
         self.is_open = True
         self.prefilled: list[str] = []
-        self._failures: Counter[str] = Counter()
+        self._error: Exception | None = None
+        self._failures: Counter[int] = Counter()
+
+    def attempt(self, do: Callable[[], T], otherwise: T) -> T:
+        """What ``do`` returns; ``otherwise`` where it raises, or something before it did.
+
+        For what a rank does by itself: ``do`` holds no collective operation.
+        """
+        if self._error is None:
+            try:
+                return do()
+            except Exception as error:
+                self._error = error
+        return otherwise
+
+    def agree(self, plan: int = 0, choice: int = 0) -> bool:
+        """Waits for the other ranks, which must call it too.
+
+        Args:
+            plan, choice: digests of what this rank is about to do.
+
+        Returns:
+            Whether all ranks have made the same choice.
+
+        Raises:
+            StepFailed: on every rank, if something failed on one of them since they last agreed, or if
+                their plans differ.
+        """
+        error, self._error = self._error, None
+        kind, same = 0 if error is None else _kind(error), True
+        if num_ranks() > 1:
+            least = all_reduce_min([-kind, plan, -plan, choice, -choice])
+            kind, same = -least[0], least[3] == -least[4]
+            if not kind and least[1] != -least[2]:
+                error = RuntimeError("the tensor-parallel ranks have different chunks")
+                kind = _kind(error)
+        if kind:
+            raise StepFailed(kind) from error
+        return same
 
     def caught(self, error: Exception) -> None:
-        """To be called in an ``except`` clause: notes the error, or raises it where none is caught."""
-        if not self.catches or num_ranks() > 1:
-            raise error
-        kind = type(error).__name__
+        """To be called in an ``except`` clause: notes the error, or raises it where none is caught.
+
+        All ranks call it with what ``agree`` raised; an error that comes from elsewhere is raised where
+        there are several, since the others may be waiting for this one.
+        """
+        failed = isinstance(error, StepFailed)
+        cause = error.__cause__ if failed else error
+        if not self.catches or not (failed or num_ranks() == 1):
+            raise cause or error
+        kind = error.kind if isinstance(error, StepFailed) else _kind(error)
         self._failures[kind] += 1
-        if self._failures[kind] == 1:  # those that follow are counted
+        if self._failures[kind] == 1 and cause is not None:  # those that follow are counted
             logger.error(
-                "vllm_blend: a step failed to blend, so all of it is computed.", exc_info=error
+                "vllm_blend: a step failed to blend, so all of it is computed.", exc_info=cause
             )
         if self._failures[kind] >= MAX_FAILURES and self.is_open:
             self.is_open = False
             logger.error(
                 "vllm_blend: blending is off until the engine is started again, since it failed %d "
-                "times (%s: %s). Requests are served by full prefill.",
+                "times (%s). Requests are served by full prefill.",
                 self._failures[kind],
-                kind,
-                error,
+                error if cause is None else f"{type(cause).__name__}: {cause}",
             )
 
     def take_prefilled(self) -> tuple[str, ...]:
         """The requests since this was last called."""
         taken, self.prefilled = tuple(self.prefilled), []
         return taken
+
+
+def digest(values: Iterable[object]) -> int:
+    """A number for ``values``, the same in every process; 0 where there is but one rank."""
+    return crc32(repr(list(values)).encode()) if num_ranks() > 1 else 0
+
+
+def _kind(error: Exception) -> int:
+    """Of an error, by its type's name; not 0."""
+    return crc32(type(error).__name__.encode()) + 1

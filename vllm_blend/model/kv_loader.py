@@ -3,7 +3,7 @@
 What a kernel can read where it lies, in the GPU's own memory, stays there. All other KV (in pinned or
 pageable memory, on its way from a disk, kept in fp8) is copied through a ring of AHEAD buffers in the
 GPU's memory, on a stream of its own beside the layers' compute. Copy engines do that from host memory:
-they take no multiprocessor from the layers.
+they take no multiprocessor from the layers. KV in fp8 crosses in eight bits, and is widened on the GPU.
 
 Who waits for whom, always on the GPU and by events, never the host:
 
@@ -21,12 +21,16 @@ from dataclasses import dataclass
 import torch
 
 from vllm_blend.core.kv import WIDEST_LOAD, StoredKV, concat_kv
-from vllm_blend.core.layers import BlockLayers, LayerKV
+from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
 
 AHEAD = 3
 """Buffers of the ring: one in use, one ready, one on its way."""
+
+STAGED = 2 * AHEAD + 4
+"""What a step may hold on the GPU for blending, in units of one layer's K of all its rows: the ring; K
+and V that are collected, or widened from fp8, and their values in fp32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,15 @@ class Window:
     def copy(self, layer: int) -> None:
         """Launches the copies of a layer to its buffer; waits for KV that comes late."""
         place = self.places[layer % AHEAD]
+        layers = self.kv.layers
+        kept = getattr(layers, "tensors", layers)  # where KV comes late, of what is there by now
+        if isinstance(kept, NarrowLayers):
+            if kept is not layers:
+                layers.wait(layer + 1)  # type: ignore[attr-defined]
+            k_scale, v_scale, k, v = kept.tokens(self.start, self.end).parts(layer)
+            _copy_narrow(place[0], k_scale, k)
+            _copy_narrow(place[1], v_scale, v)
+            return
         k, v = self._source(layer)
         if (both := joined(k, v)) is not None:
             _copy(place, both)
@@ -289,6 +302,12 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
+
+
+def _copy_narrow(target: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies as few bytes as are kept, and widens them where they go."""
+    scale, values = (x.to(target.device, non_blocking=True) for x in (scale, values))
+    target.copy_(values.float().mul_(scale))
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

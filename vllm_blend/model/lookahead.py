@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_blend.core.step import StepRequest
-from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.model.select.question import MAX_ASKED, attention_received, num_asked
 
 if TYPE_CHECKING:
@@ -53,17 +52,13 @@ class QuestionRows:
     total: torch.Tensor
 
 
-class LastLayerHeard(Exception):
-    """Ends a forward of the model once the last layer that is asked was heard."""
-
-
 class Questions:
     """Hears what each layer's queries give to the keys (``model/active_rows.py``, ``Listener``).
 
     Args:
         frame: the rows of the pass: of ``requests`` those that no chunk holds.
         requests: in the step's order.
-        layers: that are asked; the pass ends with the last of them.
+        layers: that are asked.
     """
 
     def __init__(self, frame: ActiveRows, requests: Sequence[StepRequest], layers: range) -> None:
@@ -94,8 +89,6 @@ class Questions:
     ) -> None:
         if impl.blend.index in self._layers:
             self._hear(impl, layer, query, key, stored_k)
-        if impl.blend.index == self._layers[-1]:
-            raise LastLayerHeard
 
     def _hear(
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
@@ -148,12 +141,12 @@ class Questions:
             asked.total.index_add_(0, at, got)
 
     def received(self) -> dict[StepRequest, torch.Tensor]:
-        """What the chunk rows of each request got, over layers and ranks, ``[num_chunk_rows]``."""
+        """What the chunk rows of each request got of this rank's heads, ``[num_chunk_rows]``."""
         found = {}
         for asked in self._asked:
             request = asked.request
             rows = request.chunk_rows - request.row + request.position
-            found[request] = all_reduce_sum(asked.total[rows])
+            found[request] = asked.total[rows]
         return found
 
 

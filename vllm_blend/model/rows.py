@@ -20,10 +20,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 
-from vllm_blend.core.step import StepRequest
-from vllm_blend.core.tensor_parallel import broadcast_rank0, num_ranks
 from vllm_blend.model.active_rows import ActiveRows
-from vllm_blend.model.select import early
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +46,10 @@ class Inputs:
 
     def run_on(self, frame: ActiveRows, attns: Sequence[Any]) -> torch.Tensor:
         """The model's forward of a frame's rows, ``[num_rows, hidden_size]``, without CUDA graphs."""
+        return self.prepared(frame, attns)()
+
+    def prepared(self, frame: ActiveRows, attns: Sequence[Any]) -> Callable[[], torch.Tensor]:
+        """The same, to be called."""
         inputs = [
             None if tensor is None else tensor[frame.rows]
             for tensor in (self.input_ids, self.inputs_embeds)
@@ -56,8 +57,13 @@ class Inputs:
         changes = dict(
             cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None, is_padding=None
         )
-        with override_forward_context(frame.context(attns, **changes)):
-            return self._run(inputs[0], frame.positions, inputs[1])
+        context, positions = frame.context(attns, **changes), frame.positions
+
+        def run() -> torch.Tensor:
+            with override_forward_context(context):
+                return self._run(inputs[0], positions, inputs[1])
+
+        return run
 
     def _run(
         self,
@@ -94,12 +100,3 @@ def scattered(frame: ActiveRows, hidden: torch.Tensor, num_tokens: int) -> torch
     """Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none are computed."""
     output = hidden.new_zeros(num_tokens, hidden.shape[1])
     return output.index_copy_(0, frame.rows, hidden)
-
-
-def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
-    """Which of the request's ``chunk_rows`` are computed, ``[num_chosen]`` int64, ascending.
-
-    On the host, which knows the scores; on the device where the question was asked.
-    """
-    chosen = early.choose(request, received)
-    return chosen if num_ranks() == 1 else broadcast_rank0(chosen.to(request.device))

@@ -35,6 +35,7 @@ from vllm_blend.core.tensor_parallel import num_ranks
 from vllm_blend.model.blending import Blending
 from vllm_blend.model.loop import LayerLoop
 from vllm_blend.plugin.step_requests import state_class
+from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
@@ -53,8 +54,12 @@ class BlendModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super().__call__  # type: ignore[misc]
-        if self.blending.step is None:
-            return stock(*args, **kwargs)
+        if not self.blending.is_on:
+            held = self.blending.staging()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                del held
         return self.blending.forward(stock, *args, **kwargs)
 
     def get_model_state_cls(self) -> type[Any]:
@@ -112,8 +117,7 @@ def attach(
         if settings.store is not None:
             blending.chunks.tiers = TierIO.open(settings.store, vllm_config, blending.kv_shape)
         if vllm_config.device_config.device_type == "cuda":
-            # with a store only what it cannot take goes here
-            num_bytes = settings.chunk_bytes if settings.store is None else 0
+            num_bytes = settings.collect_bytes(bytes_per_token(vllm_config))
             blending.chunks.memory = PinnedMemory(num_bytes // num_ranks())
     if blending.unsupported is not None:
         report_unsupported(vllm_config, blending.unsupported)

@@ -46,7 +46,7 @@ from vllm_blend.compat.engine_access import model_of, register_model
 from vllm_blend.compat.support import report_unsupported, why_unsupported
 from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
-from vllm_blend.plugin.step_requests import plan_step
+from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
 from vllm_blend.server.config import CONFIG_KEY, ServerSettings
 from vllm_blend.server.frontend.admission import admit as admit_request
 from vllm_blend.server.frontend.admission import check_can_blend, count_reports
@@ -235,15 +235,11 @@ def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> An
     blending = model_of(runner.vllm_config)
     if blending is None or blending.unsupported is not None:
         return stock(runner, *args, **kwargs)
-    try:
-        blending.step = plan_step(runner, blending)
-    except Exception as error:
-        blending.guard.caught(error)
-        blending.step = None  # every request of the step is computed in full
+    begin(blending, prefills_of(runner), batch_of(runner))
     try:
         return stock(runner, *args, **kwargs)
     finally:
-        blending.step = None  # it holds stored KV
+        blending.end()
 
 
 def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@ model-specific state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,113 @@ from vllm_blend.core.step import BlendStep, StepRequest
 
 if TYPE_CHECKING:
     from vllm_blend.model.blending import Blending
+
+Plan = BlendPlan | CollectPlan | KeyedPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """A request of a step that is in prefill and has a plan; the same on all tensor-parallel ranks.
+
+    Attributes:
+        index: of the request in the step.
+        plans, key: where its plan is kept.
+        position: its tokens that are in the paged cache already.
+    """
+
+    index: int
+    request_id: str
+    plans: MutableMapping[Any, Any]
+    key: str
+    position: int
+    num_prompt_tokens: int
+
+    @property
+    def plan(self) -> Plan:
+        found: Plan = self.plans[self.key]
+        return found
+
+    @property
+    def blends(self) -> bool:
+        """Whether it reuses KV; else what it computes is kept."""
+        return not isinstance(self.plan, CollectPlan) and bool(self.plan.spans)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A step of vLLM's.
+
+    Attributes:
+        req_ids: of all its requests.
+        starts: numpy array: the first row of each of them, then the number of rows.
+        kv_cache_dtype: vLLM's name for the paged cache's type.
+    """
+
+    req_ids: Sequence[str]
+    starts: Any
+    device: torch.device
+    kv_cache_dtype: str
+
+
+def begin(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> None:
+    """Makes the model's next forward one that blends or collects, if any of the step's requests has a
+    plan."""
+    if prefills:
+        to_blend = [one.request_id for one in prefills if one.blends]
+        blending.begin(to_blend, lambda: plan_step(blending, prefills, batch))
+
+
+def plan_step(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> BlendStep | None:
+    """The step of these requests; None where nothing of their plans is left."""
+    requests = []
+    for one in prefills:
+        plan = blending.chunks.resolve(one.plan, one.request_id, one.position)
+        one.plans[one.key] = plan
+        if plan is None:
+            continue
+        first, end = batch.starts[one.index : one.index + 2]
+        requests.append(
+            StepRequest(
+                plan=plan,
+                row=int(first),
+                position=one.position,
+                num_rows=int(end - first),
+                device=batch.device,
+                request_id=one.request_id,
+                num_prompt_tokens=one.num_prompt_tokens,
+            )
+        )
+    if not requests:
+        return None
+    starts = batch.starts[: len(batch.req_ids) + 1].tolist()
+    return BlendStep(requests, starts, batch.kv_cache_dtype)
+
+
+def prefills_of(runner: Any) -> list[Prefill]:
+    """Those of a step of the V1 runner."""
+    batch = runner.input_batch
+    num_reqs = batch.num_reqs
+    computed = batch.num_computed_tokens_cpu[:num_reqs]
+    prefills = []
+    for index in (computed < batch.num_prompt_tokens[:num_reqs]).nonzero()[0].tolist():
+        req_id = batch.req_ids[index]
+        params = runner.requests[req_id].sampling_params
+        plans = (params.extra_args or {}) if params is not None else {}
+        if plans.get(EXTRA_ARG) is not None:
+            position, length = int(computed[index]), int(batch.num_prompt_tokens[index])
+            prefills.append(Prefill(index, req_id, plans, EXTRA_ARG, position, length))
+    return prefills
+
+
+def batch_of(runner: Any) -> Batch:
+    """The step of the V1 runner."""
+    batch = runner.input_batch
+    return Batch(
+        batch.req_ids[: batch.num_reqs],
+        runner.query_start_loc.np,
+        torch.device(runner.device),
+        runner.cache_config.cache_dtype,
+    )
 
 
 class BlendModelState:
@@ -31,7 +139,7 @@ class BlendModelState:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.plans: dict[str, BlendPlan | CollectPlan] = {}
+        self.plans: dict[str, Plan | None] = {}
         self.step_req_ids: list[str] = []
 
     @property
@@ -45,15 +153,7 @@ class BlendModelState:
         params = new_req_data.sampling_params
         plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
         if plan is not None and self.blending.unsupported is None:
-            try:
-                plan = self.blending.chunks.resolve(
-                    plan, new_req_data.req_id, new_req_data.num_computed_tokens
-                )
-            except Exception as error:
-                self.blending.guard.caught(error)
-                plan = None  # the request is computed in full
-            if plan is not None:
-                self.plans[new_req_data.req_id] = plan
+            self.plans[new_req_data.req_id] = plan
 
     def remove_request(self, req_id: str) -> None:
         stock: Any = super()
@@ -63,37 +163,33 @@ class BlendModelState:
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         stock: Any = super()
         self.step_req_ids = input_batch.req_ids
-        try:
-            self.blending.step = self.plan_step(input_batch, req_states)
-        except Exception as error:
-            self.blending.guard.caught(error)
-            self.blending.step = None  # every request of the step is computed in full
+        batch = Batch(
+            input_batch.req_ids,
+            input_batch.query_start_loc_np,
+            self.device,
+            self.vllm_config.cache_config.cache_dtype,
+        )
+        begin(self.blending, self.prefills(input_batch, req_states), batch)
         inputs: dict[str, Any] = stock.prepare_inputs(input_batch, req_states)
         return inputs
 
     def postprocess_state(self, *args: Any, **kwargs: Any) -> None:
         stock: Any = super()
         stock.postprocess_state(*args, **kwargs)
-        self.blending.step = None  # it holds stored KV
+        self.blending.end()
 
-    def plan_step(self, input_batch: Any, req_states: Any) -> BlendStep | None:
-        """The step's requests that are in prefill and have a plan; None where there are none."""
+    def prefills(self, input_batch: Any, req_states: Any) -> list[Prefill]:
+        """The step's requests that are in prefill and have a plan."""
         if not self.plans:
-            return None
+            return []
         computed = input_batch.num_computed_prefill_tokens_np
         prompt_len = req_states.prompt_len.np
-        rows = []
+        found = []
         for index, req_id in enumerate(input_batch.req_ids):
-            num_prompt_tokens = int(prompt_len[input_batch.idx_mapping_np[index]])
-            if req_id in self.plans and computed[index] < num_prompt_tokens:
-                rows.append((index, self.plans[req_id], int(computed[index]), num_prompt_tokens))
-        return make_step(
-            rows,
-            input_batch.req_ids,
-            input_batch.query_start_loc_np,
-            self.device,
-            self.vllm_config.cache_config.cache_dtype,
-        )
+            length = int(prompt_len[input_batch.idx_mapping_np[index]])
+            if self.plans.get(req_id) is not None and computed[index] < length:
+                found.append(Prefill(index, req_id, self.plans, req_id, int(computed[index]), length))
+        return found
 
 
 def state_class(model: Any, of_model: Any) -> type[Any]:
@@ -116,59 +212,3 @@ def state_class(model: Any, of_model: Any) -> type[Any]:
 @cache
 def _with_plans(stock: type[Any]) -> type[Any]:
     return type(f"Blend{stock.__name__}", (BlendModelState, stock), {})
-
-
-def plan_step(runner: Any, blending: Blending) -> BlendStep | None:
-    """The same of a step of the V1 runner."""
-    batch = runner.input_batch
-    num_reqs = batch.num_reqs
-    computed = batch.num_computed_tokens_cpu[:num_reqs]
-    prefill = (computed < batch.num_prompt_tokens[:num_reqs]).nonzero()[0]
-    rows = []
-    for index in prefill.tolist():
-        req_id, position = batch.req_ids[index], int(computed[index])
-        params = runner.requests[req_id].sampling_params
-        plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
-        if isinstance(plan, KeyedPlan):
-            plan = params.extra_args[EXTRA_ARG] = blending.chunks.resolve(plan, req_id, position)
-        if plan is not None:
-            rows.append((index, plan, position, int(batch.num_prompt_tokens[index])))
-    return make_step(
-        rows,
-        batch.req_ids[:num_reqs],
-        runner.query_start_loc.np,
-        torch.device(runner.device),
-        runner.cache_config.cache_dtype,
-    )
-
-
-def make_step(
-    rows: Iterable[tuple[int, BlendPlan | CollectPlan, int, int]],
-    req_ids: Sequence[str],
-    starts: Any,
-    device: torch.device,
-    kv_cache_dtype: str,
-) -> BlendStep | None:
-    """A step of these requests; None where there are none.
-
-    Args:
-        rows: of each request with a plan: its index in the step, its plan, how many of its tokens are
-            in the paged cache already, and its prompt's length.
-        req_ids: of all requests of the step.
-        starts: numpy array: the first row of each of them, then the number of rows.
-    """
-    requests = [
-        StepRequest(
-            plan=plan,
-            row=int(starts[index]),
-            position=position,
-            num_rows=int(starts[index + 1] - starts[index]),
-            device=device,
-            request_id=req_ids[index],
-            num_prompt_tokens=num_prompt_tokens,
-        )
-        for index, plan, position, num_prompt_tokens in rows
-    ]
-    if not requests:
-        return None
-    return BlendStep(requests, starts[: len(req_ids) + 1].tolist(), kv_cache_dtype)

@@ -100,18 +100,24 @@ class ServerSettings:
         client_fields: keys of a request's ``blend`` field that clients may set; others are refused.
         client_ratios: the least and the greatest ratio that a client may choose.
         report_sizes: a client's report also tells what the server keeps and computes for all.
-        system: the system message that most requests have; chunks are computed behind it. None: the
+        system: the system message that most requests have; chunks are computed after it. None: the
             chat template's default.
         head: a text that most prompts begin with (in a chat: the user's turn); likewise. Empty: none.
         stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
-            corpus, as they would stand in a prompt: all chunks but a prompt's first are computed behind
+            corpus, as they would stand in a prompt: all chunks but a prompt's first are computed after
             it too, since others will stand before them. None: a text of our own, which brings less.
             Empty: nothing; then more tokens are recomputed by default (``NO_STAND_IN``).
         chat_template: as vLLM's ``--chat-template``: a Jinja text, or the path of one; chunks are
-            computed behind what it begins with. None: vLLM's, else the tokenizer's.
+            computed after what it begins with. None: vLLM's, else the tokenizer's.
         chat_template_kwargs: variables of the template that most requests have. None: vLLM's
             ``--default-chat-template-kwargs``.
+        harvest: a chunk's KV is kept from the first prefill that computes it, after whatever stands
+            before it there: it is reused from the second request on. False: a chunk is computed by
+            itself, after ``head`` and ``stand_in``, when the engine has time; its KV depends on
+            nothing else then.
         min_chunk_tokens: shorter chunks are computed afresh, unless a request names their span.
+        max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
+            computed, kept and loaded as a whole.
         ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers later, and are found there again.
@@ -139,7 +145,9 @@ class ServerSettings:
     stand_in: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    harvest: bool = True
     min_chunk_tokens: int = 16
+    max_chunk_tokens: int = 8192
     ram_gb: float = 4.0
     store: Mapping[str, Any] | None = None
     quality_floor: float = FLOOR
@@ -150,7 +158,7 @@ class ServerSettings:
     paced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("auto", "parts", "report_sizes", "log_requests"):
+        for name in ("auto", "parts", "report_sizes", "log_requests", "harvest"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
         for name in ("separator", "head"):
@@ -164,10 +172,12 @@ class ServerSettings:
                 f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected an object or null"
             )
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
+        _check_number("max_chunk_tokens", self.max_chunk_tokens, int, max(64, self.min_chunk_tokens))
         _check_number("ram_gb", self.ram_gb, float, 0)
         if self.store is not None:
             if not isinstance(self.store, Mapping):
-                raise ValueError(f"store is {self.store!r}; expected an object, e.g. {EXAMPLE}")
+                kind = type(self.store).__name__  # the value may hold a password
+                raise ValueError(f"store is a {kind}; expected an object, e.g. {EXAMPLE}")
             _check_number("host_gb of store", self.store.get("host_gb"), float, 0)
         object.__setattr__(self, "quality_floor", check_ratio("quality_floor", self.quality_floor))
         if self.step_rows is not None:
@@ -186,6 +196,17 @@ class ServerSettings:
         if self.store is None:
             return int(self.ram_gb * 1e9)
         return int(0.9 * self.store["host_gb"] * 1e9)
+
+    def collect_bytes(self, token_bytes: int) -> int:
+        """Host memory for chunks that a GPU computes: all that are kept, or with a store, which has
+        memory of its own, two of the longest on their way there, and a tenth of ``host_gb`` at most.
+
+        Args:
+            token_bytes: of a token's K and V in all layers.
+        """
+        if self.store is None:
+            return self.chunk_bytes
+        return min(2 * self.max_chunk_tokens * token_bytes, self.chunk_bytes // 9)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerSettings:

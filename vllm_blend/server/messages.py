@@ -26,7 +26,7 @@ class WorkerCommands:
         drop: chunks whose memory others need.
         fetch: chunks to be had from the store's lower tiers, if they are there.
         locate: chunks to be looked for there.
-        claim: tenants whose chunks on disk are to be told, and what these may be computed behind.
+        claim: tenants whose chunks on disk are to be told, and what these may be computed after.
     """
 
     drop: tuple[ChunkKey, ...] = ()
@@ -66,6 +66,7 @@ class WorkerEvents:
 
     Attributes:
         lost: chunks that requests of this step should have reused.
+        kept: chunks that were computed, and are here now.
         fetched: ordered chunks, and whether they are here now.
         located: chunks that were looked for.
         claimed: a tenant's chunks on disk, most recently used first.
@@ -76,6 +77,7 @@ class WorkerEvents:
     """
 
     lost: list[Lost] = field(default_factory=list)
+    kept: list[ChunkKey] = field(default_factory=list)
     fetched: dict[ChunkKey, bool] = field(default_factory=dict)
     located: dict[ChunkKey, Place] = field(default_factory=dict)
     loads: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from vllm_blend.core.plans import check_spans
@@ -137,6 +138,10 @@ class BlendRequest:
         if self.spans:
             check_spans(self.spans, num_prompt_tokens)
 
+    def split(self, max_tokens: int) -> BlendRequest:
+        """The same with chunks of ``max_tokens`` at most."""
+        return replace(self, spans=tuple(p for span in self.spans for p in pieces(*span, max_tokens)))
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values, for the way to the engine."""
         return asdict(self)
@@ -151,6 +156,13 @@ class BlendRequest:
 def sign(report: Mapping[str, Any]) -> dict[str, int]:
     """What every answer tells of a request that was blended; empty: it was not."""
     return {key: report[key] for key in SIGN} if report["reused_tokens"] else {}
+
+
+def pieces(start: int, end: int, max_tokens: int) -> list[Span]:
+    """``[start, end)`` in as few pieces as can be, of about the same length."""
+    count = -(-(end - start) // max_tokens)
+    cuts = [start + (end - start) * at // count for at in range(count + 1)]
+    return list(pairwise(cuts))
 
 
 def parse_spans(value: Any) -> tuple[Span, ...]:

@@ -1,4 +1,4 @@
-"""The store of chunks' KV: host memory, disk, Redis and S3 behind one object."""
+"""The store of chunks' KV: one object over host memory, disk, Redis and S3."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-PAGE = 4096
-"""Extents start at multiples of it, as direct I/O wants."""
+from vllm_blend.store.record import PAGE
 
 MADV_HUGEPAGE = 14
 """Linux' number."""
@@ -198,7 +197,7 @@ def cheapest_window(extents: Iterable[Extent], arena_size: int, size: int) -> tu
         extents: by ascending offset.
 
     Returns:
-        The first extent to move and the one behind the last; None if extents in use forbid it.
+        The first extent to move and the one after the last; None if extents in use forbid it.
     """
     order = list(extents)
     best: tuple[int, int] | None = None

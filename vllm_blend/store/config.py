@@ -1,7 +1,8 @@
 """A store from plain values, e.g. a server's JSON.
 
 open_store({"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200},
-            "redis": {"url": "redis://127.0.0.1:6379/0", "budget_gb": 64}})
+            "redis": {"url": "redis://127.0.0.1:6379/0", "budget_gb": 64,
+                      "password": {"env": "REDIS_PASSWORD"}}})
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_blend.store.secrets import read_secret
 from vllm_blend.store.store import ChunkStore
 from vllm_blend.store.tier import Tier
 
@@ -33,12 +35,12 @@ def _s3(**options: Any) -> Tier:
 
 TIERS: dict[str, tuple[Callable[..., Tier], str, frozenset[str]]] = {
     "disk": (_disk, "folder", frozenset({"fsync", "direct"})),
-    "redis": (_redis, "url", frozenset({"prefix", "timeout_s"})),
+    "redis": (_redis, "url", frozenset({"prefix", "timeout_s", "username", "password"})),
     "s3": (_s3, "bucket", frozenset({"prefix", "timeout_s", "endpoint_url", "refresh_s"})),
 }
 """Fastest first: what makes the tier, what it must be told, and what it may be told."""
 
-OPTIONS = frozenset({"load_threads", "timeout_s", "storage"})
+OPTIONS = frozenset({"load_threads", "timeout_s", "storage", "checksum_key"})
 
 
 def open_store(values: Mapping[str, Any]) -> ChunkStore:
@@ -48,7 +50,8 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
         values: ``host_gb`` (10**9 bytes of host memory, required); ``gpu_gb`` (of the GPU's, so that
             vLLM has less); ``disk``, ``redis``, ``s3``, each a mapping with ``budget_gb``, its place
             (``folder``, ``url`` or ``bucket``) and the tier's other arguments; ``write_behind_gb``,
-            ``load_threads``, ``timeout_s``, ``storage``.
+            ``load_threads``, ``timeout_s``, ``storage``; ``checksum_key`` and Redis' ``password`` as
+            ``{"env": NAME}`` or ``{"file": PATH}``.
 
     Raises:
         ValueError: names what is unknown, missing or out of range.
@@ -57,6 +60,8 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
     _check("store", values, {"host_gb"}, {*TIERS, *OPTIONS, "gpu_gb", "write_behind_gb"})
     tiers = [_tier(name, values[name]) for name in TIERS if values.get(name) is not None]
     options = {name: values[name] for name in OPTIONS & values.keys()}
+    if "checksum_key" in options:
+        options["checksum_key"] = read_secret("checksum_key", options["checksum_key"]).encode()
     for name in ("gpu", "write_behind"):
         if f"{name}_gb" in values:
             options[f"{name}_bytes"] = _bytes("store", f"{name}_gb", values)
@@ -66,9 +71,12 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
 def _tier(name: str, values: Any) -> Tier:
     make, place, optional = TIERS[name]
     if not isinstance(values, Mapping):
-        raise ValueError(f"{name} is {values!r}; expected a mapping with {place} and budget_gb")
+        kind = type(values).__name__  # the value may hold a password
+        raise ValueError(f"{name} is a {kind}; expected a mapping with {place} and budget_gb")
     _check(name, values, {place, "budget_gb"}, optional)
     options = {key: value for key, value in values.items() if key != "budget_gb"}
+    if "password" in options:
+        options["password"] = read_secret(f"password of {name}", options["password"])
     try:
         return make(budget_bytes=_bytes(name, "budget_gb", values), **options)
     except ImportError as error:

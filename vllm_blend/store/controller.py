@@ -1,7 +1,7 @@
 """The loading controller: load or recompute, at which ratio, and from which storage.
 
-It works on two estimates: how long a load takes, by tier, learned from loads (``estimate.py``), and
-how long a prefill that computes some of its tokens takes, measured at warm-up (``ComputeTime``).
+It works on two estimates: how long a load takes, by tier, learned from loads (``load_time.py``),
+and how long a prefill that computes some of its tokens takes, measured (``compute_time.py``).
 The idea is the CacheBlend paper's (arXiv 2405.16444, section 5.1): while KV is loaded there is time to
 recompute; what hides behind the load costs nothing and helps quality.
 """
@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
-import numpy as np
-
+from vllm_blend.store.compute_time import ComputeTime
 from vllm_blend.store.load_time import LoadTime
 
 FLOOR = 0.15
@@ -21,70 +20,6 @@ FLOOR = 0.15
 MAX_SEARCHED = 32
 """Chunks of a request among which sets are searched, in 7 ms; of 256 that would take 2 s, and nobody is
 served meanwhile."""
-
-
-@dataclass(frozen=True)
-class ComputeTime:
-    """``seconds = fixed + token * n + row * m + pair * m * n``: m computed rows of n tokens.
-
-    The terms stand for launches, the one full layer, matrix products and attention.
-    """
-
-    fixed: float
-    token: float
-    row: float
-    pair: float
-
-    def seconds(self, num_tokens: int, num_rows: float) -> float:
-        """A prefill of ``num_tokens`` in which ``num_rows`` of them are computed at every layer."""
-        return self.fixed + self.token * num_tokens + (self.row + self.pair * num_tokens) * num_rows
-
-    def rows_in(self, seconds: float, num_tokens: int) -> float:
-        """How many rows can be computed in a time; 0 if not even the rest fits."""
-        left = seconds - self.fixed - self.token * num_tokens
-        each = self.row + self.pair * num_tokens
-        return max(left / each, 0.0) if each > 0 else float("inf")
-
-    @classmethod
-    def fit(cls, samples: Sequence[tuple[int, float, float]]) -> ComputeTime:
-        """The least-squares fit, of relative errors, with no negative term.
-
-        Args:
-            samples: ``(num_tokens, num_rows, seconds)`` of measured prefills.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        if not samples:
-            raise ValueError("samples is empty; measure at least one prefill")
-        n, m, t = np.array(samples, dtype=np.float64).T
-        terms = np.stack([np.ones_like(n), n, m, m * n], axis=1) / t[:, None]
-        scale = np.abs(terms).max(axis=0)
-        used = [i for i in range(4) if scale[i] > 0]
-        while True:  # a term that comes out negative is left out; at least one stays positive
-            found = np.linalg.lstsq(terms[:, used] / scale[used], np.ones_like(t), rcond=None)[0]
-            if (found >= 0).all():
-                break
-            used.pop(int(found.argmin()))
-        values = np.zeros(4)
-        values[used] = found / scale[used]
-        return cls(*values.tolist())
-
-    @classmethod
-    def measure(
-        cls,
-        run: Callable[[int, float], float],
-        sizes: Sequence[int] = (1024, 2048, 4096),
-        ratios: Sequence[float] = (FLOOR, 0.5, 1.0),
-    ) -> ComputeTime:
-        """Fits what ``run`` takes; to be called once, at warm-up.
-
-        Args:
-            run: seconds of a prefill of so many tokens of which such a share is computed.
-            sizes: tokens.
-            ratios: shares of them.
-        """
-        return cls.fit([(n, n * ratio, run(n, ratio)) for n in sizes for ratio in ratios])
 
 
 @dataclass(frozen=True)

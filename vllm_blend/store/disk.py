@@ -3,7 +3,8 @@
     FOLDER/v1/3f/3f09....safetensors    a record; appears whole, by rename
     FOLDER/v1/3f/.3f09....PID-N.tmp     one that is being written; its writer holds a lock on it
 
-A file's modification time is when it was last used, so the order of use outlives the process.
+A file's modification time is when it was last used, so the order of use outlives the process. Files and
+folders can be read by their owner alone, whatever the umask is: KV tells what the text was.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from vllm_blend.store.index import PAGE, Index
+from vllm_blend.store.index import Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
-from vllm_blend.store.record import Reason, Record, Rejected, token_ids_in
+from vllm_blend.store.record import PAGE, Reason, Record, Rejected, token_ids_in
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
 REFRESH_S = 10.0
 """The folder is listed again after this time at the soonest, and never for more than 2% of the time."""
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 WRITE_TRIES = 3
 HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
@@ -46,7 +49,7 @@ class DiskTier:
     """Records on a local disk.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it is not there. Processes that share it run as one user.
         budget_bytes: of all records in it, whoever wrote them.
         fsync: wait until a record is on the disk before it appears; without it a power failure may
             leave records that are found corrupt later.
@@ -68,7 +71,6 @@ class DiskTier:
         self.name = "disk"
         self.quick = True
         self.stats = Stats()
-        self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self.folder = Path(folder) / f"v{DIGEST_VERSION}"
         self.direct = direct
@@ -78,7 +80,10 @@ class DiskTier:
         self._numbers = itertools.count()
         self._listed_at, self._listing_s = -REFRESH_S, 0.0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            Path(folder).parent.mkdir(parents=True, exist_ok=True)
+            _make_private(Path(folder))
+            _make_private(self.folder)
+            self.folder.chmod(FOLDER_MODE)  # older software made it for all to read
         except OSError:
             if not Path(folder).is_dir():
                 raise
@@ -129,8 +134,8 @@ class DiskTier:
         They are not verified; a key made of them has the same digest, or they are not to be used.
         """
         with self._lock:
-            digests = self._index.newest()
-        for digest in digests:
+            digests = self._index.digests()
+        for digest in reversed(digests):
             try:
                 with self._path(digest).open("rb") as file:
                     ids = token_ids_in(data := file.read(HEAD_BYTES))
@@ -151,11 +156,7 @@ class DiskTier:
 
     def usage(self) -> dict[str, int]:
         with self._lock:
-            return {
-                "entries": len(self._index),
-                "bytes": self._index.num_bytes,
-                "index_bytes": self._index.memory,
-            }
+            return {"entries": len(self._index), "bytes": self._index.num_bytes}
 
     def close(self) -> None:
         """Nothing to do: every record is a whole file already."""
@@ -164,20 +165,14 @@ class DiskTier:
         """Reads the folder: what other processes added and removed; sweeps what killed ones left."""
         start = time.monotonic()
         before = set(self._index.digests())
-        digests, sizes = self._list()
+        found = self._list()
         with self._lock:
-            if not len(self._index):
-                self._index.put_all(digests, sizes)
-            else:
-                found = {
-                    digest.tobytes(): int(size) for digest, size in zip(digests, sizes, strict=True)
-                }
-                for digest in found.keys() - before:
-                    if digest not in self._index:
-                        self._index.put(digest, found[digest])
-                for digest in before - found.keys():
-                    if not self._path(digest).exists():
-                        self._index.remove(digest)
+            for digest, size in found.items():
+                if digest not in before and digest not in self._index:
+                    self._index.put(digest, size)
+            for digest in before - found.keys():
+                if not self._path(digest).exists():
+                    self._index.remove(digest)
         self._listed_at, self._listing_s = time.monotonic(), time.monotonic() - start
 
     def _path(self, digest: bytes) -> Path:
@@ -217,11 +212,12 @@ class DiskTier:
 
     def _write(self, record: Record) -> None:
         path = self._path(record.key.digest)
-        path.parent.mkdir(exist_ok=True)
+        _make_private(path.parent)
         temporary = path.parent / f".{path.stem}.{os.getpid()}-{next(self._numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(temporary, flags, 0o666)
+        file = os.open(temporary, flags, FILE_MODE)
         try:
+            os.fchmod(file, FILE_MODE)
             fcntl.flock(file, fcntl.LOCK_EX)
             for part in record.parts:
                 left = part
@@ -254,18 +250,12 @@ class DiskTier:
     def _evict(self, num_bytes: int) -> bool:
         """Removes the least recently used records, ``num_bytes`` in all; False if there are fewer."""
         freed = 0
-        with self._lock:
-            tries = len(self._index)
-        while freed < num_bytes and tries > 0:
-            tries -= 1
+        while freed < num_bytes:
             with self._lock:
                 digest = self._index.oldest()
                 if digest is None:
                     break
-                if digest in self.pins:
-                    self._index.touch(digest)
-                    continue
-                freed += self._index.remove(digest) * PAGE
+                freed += self._index.remove(digest)
             try:
                 self._path(digest).unlink(missing_ok=True)
             except OSError as error:
@@ -273,11 +263,9 @@ class DiskTier:
             self.stats.add("evictions")
         return freed >= num_bytes
 
-    def _list(self) -> tuple[np.ndarray, np.ndarray]:
-        """Digests ``[n, 16]`` and sizes ``[n]`` of the records, least recently used first."""
-        names: list[str] = []
-        sizes: list[int] = []
-        times: list[float] = []
+    def _list(self) -> dict[bytes, int]:
+        """Digests and sizes of the records, least recently used first."""
+        found: list[tuple[float, bytes, int]] = []
         for entry in self._entries():
             if entry.name.endswith(SUFFIX):
                 try:
@@ -286,14 +274,10 @@ class DiskTier:
                 except (ValueError, OSError):
                     continue
                 if len(digest) == DIGEST_BYTES:
-                    names.append(entry.name[: 2 * DIGEST_BYTES])
-                    sizes.append(stat.st_size)
-                    times.append(stat.st_mtime)
+                    found.append((stat.st_mtime, digest, stat.st_size))
             elif entry.name.endswith(".tmp"):
                 self._sweep(entry.path)
-        digests = np.frombuffer(bytes.fromhex("".join(names)), dtype=np.uint8)
-        order = np.argsort(np.array(times), kind="stable")
-        return digests.reshape(-1, DIGEST_BYTES)[order], np.array(sizes, dtype=np.int64)[order]
+        return {digest: size for _, digest, size in sorted(found)}
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         for number in range(256):
@@ -372,6 +356,15 @@ class FileSource:
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder, if it is not there, that its owner alone can read."""
+    try:
+        folder.mkdir(FOLDER_MODE)
+    except FileExistsError:
+        return
+    folder.chmod(FOLDER_MODE)  # the umask may have taken the owner's rights, too
 
 
 def _tier_error(error: OSError, pause: bool = True) -> TierError:

@@ -76,7 +76,11 @@ def _sample_offsets(path: Path, size: int, hasher: Any) -> Iterator[int]:
 
 
 def model_key(
-    vllm_config: VllmConfig, shape: KVShape, tp_rank: int = 0, storage: str = "auto"
+    vllm_config: VllmConfig,
+    shape: KVShape,
+    tp_rank: int = 0,
+    storage: str = "auto",
+    checksum_key: bytes = b"",
 ) -> ModelKey:
     """The key of an engine's model.
 
@@ -84,7 +88,7 @@ def model_key(
         vllm_config: the engine's.
         shape: of the KV of one rank.
         tp_rank: which one.
-        storage: how the store keeps K and V.
+        storage, checksum_key: the store's.
 
     Raises:
         FileNotFoundError: if the weights are not on this machine.
@@ -106,6 +110,7 @@ def model_key(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         tp_rank=tp_rank,
         storage=storage,
+        checksum_key=checksum_key,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_blend.core.kv import KVShape
-from vllm_blend.core.layers import LayerKV, LazyLayers
+from vllm_blend.core.layers import LayerKV, NarrowLayers
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -30,17 +30,25 @@ def widen(scale: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torc
     return values.float().mul_(scale).to(dtype)
 
 
-class Fp8Layers(LazyLayers):
+class Fp8Layers(NarrowLayers):
     """A chunk's layers over a block of memory; ``layers[i]`` is widened at every call.
 
     Args:
         memory: all layers, uint8 ``[num_layers * layer_bytes]``.
+        part: the tokens ``[start, end)`` of it that these are; None: all.
     """
 
-    def __init__(self, memory: torch.Tensor, shape: KVShape, num_tokens: int) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        shape: KVShape,
+        num_tokens: int,
+        part: tuple[int, int] | None = None,
+    ) -> None:
         self._memory = memory.view(shape.num_layers, -1)
         self._shape = shape
         self._size = shape.of(num_tokens)
+        self._part = (0, num_tokens) if part is None else part
 
     def __len__(self) -> int:
         return self._shape.num_layers
@@ -53,15 +61,26 @@ class Fp8Layers(LazyLayers):
     @property
     def described(self) -> Sequence[LayerKV]:
         """Shapes and type of what ``layers[i]`` gives, without memory."""
-        one = torch.empty(1, dtype=self._shape.dtype, device=self._memory.device).expand(self._size)
+        start, end = self._part
+        size = self._shape.of(end - start)
+        one = torch.empty(1, dtype=self._shape.dtype, device=self._memory.device).expand(size)
         return ((one, one),) * len(self)
 
-    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
-        """A layer as it is kept: scales of K and of V, then K and V; views."""
+    @property
+    def num_bytes(self) -> int:
+        start, end = self._part
+        return self._memory.nbytes * (end - start) // self._size[0]
+
+    def tokens(self, start: int, end: int) -> Fp8Layers:
+        first = self._part[0]
+        return Fp8Layers(self._memory, self._shape, self._size[0], (first + start, first + end))
+
+    def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         row, scales = self._memory[index], scale_bytes(self._size)
         small = row[: 2 * scales].view(torch.float32).view(2, *self._size[:2], 1)
         large = row[2 * scales :].view(DTYPE).view(2, *self._size)
-        return small[0], small[1], large[0], large[1]
+        tokens = slice(*self._part)
+        return small[0, tokens], small[1, tokens], large[0, tokens], large[1, tokens]
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps a layer; on a GPU it is narrowed there."""

@@ -17,8 +17,8 @@ class GpuTier(HostTier):
 
     What it hands out stays valid as long as any tensor of it lives; whoever lets a GPU read it keeps
     one until that is done (``model/kv_loader.py``; to wait here for the whole GPU would break the
-    capture of a CUDA graph). The least recently used chunk that is neither pinned nor in use makes
-    room; where all are, a chunk is not copied.
+    capture of a CUDA graph). The least recently used chunk that is not in use makes room; where
+    all are, a chunk is not copied.
 
     Args:
         budget_bytes: of the block.

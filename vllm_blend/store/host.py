@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,9 +56,6 @@ class HostTier:
         pinned: page-locked; None: where there is a GPU.
         may_evict: asked before a chunk is dropped; a False keeps it for now. It must not call back.
         device: whose memory; None: the host's.
-
-    Attributes:
-        pins: digests of chunks that are not evicted.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class HostTier:
     ) -> None:
         self.name = "host"
         self.stats = Stats()
-        self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         self._may_evict = may_evict
         self._arena = Arena(budget_bytes, pinned, device)
@@ -200,7 +196,7 @@ class HostTier:
     def _victim(self, kept: set[bytes]) -> bytes | None:
         """The least recently used chunk that may go; ``kept`` collects those that were asked for."""
         for digest, entry in self._entries.items():
-            if digest in self.pins or digest in kept or entry.extent.in_use:
+            if digest in kept or entry.extent.in_use:
                 continue
             if len(kept) >= MAX_ASKED or self._may_evict(entry.key):
                 return digest

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 import numpy as np
 from blake3 import blake3
 
 from vllm_blend.core.kv import KVShape
+from vllm_blend.store.secrets import check_key
 
 DIGEST_VERSION = 1
 """Of digests, and of the places where records lie; a new one makes every older record a miss. (Records
@@ -22,6 +23,9 @@ have versions of their own, ``record.py``.)"""
 
 STORAGES = ("auto", "fp8")
 """How a store may keep K and V."""
+
+KEY_CONTEXT = "vllm_blend 2026 names and checksums of chunk records"
+"""What a checksum key is used for; another use of the same secret has another context."""
 
 DIGEST_BYTES = 16
 """128 bits: among a billion chunks the chance of one collision is below 1e-20."""
@@ -40,6 +44,8 @@ class ModelKey:
         tp_size: tensor-parallel ranks.
         tp_rank: which of them, from 0.
         storage: ``"auto"``: K and V are kept as they are computed; ``"fp8"``: in eight bits.
+        checksum_key: secret; names and checksums of records depend on it, so that what someone wrote
+            without it is not used. Empty: there is none.
 
     Raises:
         ValueError: names what is out of range.
@@ -53,6 +59,7 @@ class ModelKey:
     tp_size: int = 1
     tp_rank: int = 0
     storage: str = "auto"
+    checksum_key: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -61,20 +68,30 @@ class ModelKey:
             raise ValueError(
                 f"tp_rank is {self.tp_rank}; allowed: 0 to tp_size - 1 = {self.tp_size - 1}"
             )
-
         check_storage(self.storage)
+        check_key(self.checksum_key)
+
+    def hasher(self, data: bytes) -> blake3:
+        """blake3 of ``data`` and what it is updated with; keyed, if there is a checksum key."""
+        return blake3(data, key=self._hash_key) if self.checksum_key else blake3(data)
+
+    @cached_property
+    def _hash_key(self) -> bytes:
+        """32 bytes."""
+        return blake3(self.checksum_key, derive_key_context=KEY_CONTEXT).digest()
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes."""
         values = asdict(self) | {"format": DIGEST_VERSION}
+        del values["checksum_key"]
         if self.storage == "auto":
             del values["storage"]  # so that these keys are those from before there was a choice
         text = json.dumps(values, sort_keys=True, default=str)
-        return blake3(text.encode()).digest(DIGEST_BYTES)
+        return self.hasher(text.encode()).digest(DIGEST_BYTES)
 
     def chunk(self, token_ids: Sequence[int], context: Sequence[int] = (), salt: str = "") -> ChunkKey:
-        """The key of a chunk: its token ids, those it was computed behind, and a tenant's salt."""
+        """The key of a chunk: its token ids, those it was computed after, and a tenant's salt."""
         return ChunkKey(self, tuple(token_ids), tuple(context), salt)
 
 

@@ -160,7 +160,7 @@ class Loads:
                 except TierError as error:
                     load.reason = lane.fail(error)
                 except Exception:
-                    if slot is not None:  # it is not published: nothing fails behind that
+                    if slot is not None:  # it is not published: nothing fails after that
                         self._host.abandon(slot)
                     raise
                 else:
@@ -212,7 +212,7 @@ class Loads:
         expected: bytes,
         before: Future[str] | None,
     ) -> str:
-        """Verifies a layer, which arrives behind the one before it; returns what is wrong, or ""."""
+        """Verifies a layer, which arrives after the one before it; returns what is wrong, or ""."""
         right = checksum(load.key, layer, data) == expected
         wrong = before.result() if before is not None else ""
         if wrong or not right:

@@ -5,7 +5,8 @@
     token_ids    I32 [num_tokens]
     scores       F32 [num_tokens]; in version 2 alone
     checksums    U8 [num_layers, 16], blake3 of key digest, layer number and the layer's bytes; in
-                 version 2 [num_layers + 1, 16]: the last is that of the scores, as of one more layer
+                 version 2 [num_layers + 1, 16]: the last is that of the scores, as of one more layer;
+                 with a checksum key blake3's keyed hash, which nobody makes without it
     layers       for each layer K (before RoPE), then V: [num_tokens, num_kv_heads, head_size];
                  of KV in fp8 the scales of both stand before them: F32 [num_tokens, num_kv_heads, 1]
 
@@ -28,7 +29,6 @@ from functools import lru_cache
 from math import prod
 
 import torch
-from blake3 import blake3
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import BlockLayers, LayerKV
@@ -42,6 +42,8 @@ VERSIONS = {False: "1", True: "2"}
 """Of records without scores, and with."""
 
 PAGE = 4096
+"""Layers start at multiples of it, in records and in memory, as direct I/O wants."""
+
 CHECKSUM_BYTES = 16
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FP8_NAME = "F8_E4M3"
@@ -179,7 +181,7 @@ def checksum(key: ChunkKey, layer: int, *parts: memoryview) -> bytes:
 
     (The scores are layer ``num_layers``.)
     """
-    hasher = blake3(key.digest + layer.to_bytes(4, "little"))
+    hasher = key.model.hasher(key.digest + layer.to_bytes(4, "little"))
     for part in parts:
         hasher.update(part)
     return hasher.digest(CHECKSUM_BYTES)

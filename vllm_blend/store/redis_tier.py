@@ -5,24 +5,27 @@
     PREFIX:sizes          hash: digest, bytes
     PREFIX:bytes          sum of the sizes
 
-Room is accounted for, and old records are removed, by a script in the server, so the budget and the
-order of use are the same for all who share it. Needs the extra ``redis``.
+What is accounted for is what is there: a record and its size are written in one transaction, old
+records make room in it, and whoever finds that the server has removed a record by itself, or holds one
+that nobody counted, corrects that. All of it is by scripts in the server and by its clock, so the
+budget and the order of use are the same for all who share it. Needs the extra ``redis`` and a server of
+version 5 or later.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, WatchError
 from redis.retry import Retry
 
 from vllm_blend.store.keys import DIGEST_VERSION, ChunkKey
 from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.secrets import check_address
 from vllm_blend.store.tier import Stats, TierError
 
 LARGEST = 512 << 20
@@ -31,6 +34,9 @@ LARGEST = 512 << 20
 PIECE = 2 << 20
 """Bytes that are asked for at a time."""
 
+WRITE_TRIES = 3
+"""Of a chunk that another process writes or removes at the same time."""
+
 MARK = 128
 """Bytes by which a record is known from one of the same chunk that has scores."""
 
@@ -38,33 +44,51 @@ READ_SIZE = 4 << 20
 """Of one read of the socket. An answer that is read at once comes five times as fast (2.1 GB/s, one
 core, loopback) as one that redis-py puts together from pieces of its default, 64 KiB (0.35 GB/s)."""
 
-# KEYS: used, sizes, bytes. ARGV: prefix of records, now, budget, digest, size, digests of pinned chunks
-RESERVE = """
-for i = 6, #ARGV do redis.call('ZADD', KEYS[1], 'XX', ARGV[2], ARGV[i]) end
-local before = redis.call('HGET', KEYS[2], ARGV[4]) or 0
-redis.call('HSET', KEYS[2], ARGV[4], ARGV[5])
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[4])
-local bytes = redis.call('INCRBY', KEYS[3], ARGV[5] - before)
-local evicted = 0
-while bytes > tonumber(ARGV[3]) do
-  local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
-  if not oldest or oldest == ARGV[4] then break end
-  bytes = redis.call('INCRBY', KEYS[3], -(redis.call('HGET', KEYS[2], oldest) or 0))
-  redis.call('HDEL', KEYS[2], oldest)
-  redis.call('ZREM', KEYS[1], oldest)
-  redis.call('UNLINK', ARGV[1] .. oldest)
-  evicted = evicted + 1
+COUNT = """
+local function count(digest, size)  -- a record of so many bytes was used; of 0: it is gone
+  local before = redis.call('HGET', KEYS[2], digest) or 0
+  if size > 0 then
+    local now = redis.call('TIME')
+    redis.call('HSET', KEYS[2], digest, size)
+    redis.call('ZADD', KEYS[1], now[1] .. '.' .. string.format('%06d', now[2]), digest)
+  else
+    redis.call('HDEL', KEYS[2], digest)
+    redis.call('ZREM', KEYS[1], digest)
+  end
+  return redis.call('INCRBY', KEYS[3], size - before)
 end
-return {evicted, bytes, redis.call('ZCARD', KEYS[1])}
+"""
+"""KEYS of these scripts: used, sizes, bytes. ARGV: prefix of records, a digest, and more. Their answers
+begin with what was evicted, all bytes and all entries."""
+
+# ARGV[3]: bytes of the record's beginning
+OPEN = f"""{COUNT}
+local record = ARGV[1] .. ARGV[2]
+local size = redis.call('STRLEN', record)
+local counted = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or 0)
+if size > 0 or counted > 0 then
+  pcall(count, ARGV[2], size)  -- a server without memory is still read
+end
+local start, bytes = redis.call('GETRANGE', record, 0, ARGV[3] - 1), redis.call('GET', KEYS[3])
+return {{0, tonumber(bytes or 0), redis.call('ZCARD', KEYS[1]), start, size, counted}}
 """
 
-# KEYS: used, sizes, bytes. ARGV: prefix of records, digest
-REMOVE = """
-local size = redis.call('HGET', KEYS[2], ARGV[2]) or 0
-redis.call('HDEL', KEYS[2], ARGV[2])
-redis.call('ZREM', KEYS[1], ARGV[2])
+# before the record is set, in the same transaction. ARGV[3], ARGV[4]: its size, the budget
+RESERVE = f"""{COUNT}
+local bytes, evicted = count(ARGV[2], tonumber(ARGV[3])), 0
+while bytes > tonumber(ARGV[4]) do
+  local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
+  if not oldest or oldest == ARGV[2] then break end
+  redis.call('UNLINK', ARGV[1] .. oldest)
+  bytes = count(oldest, 0)
+  evicted = evicted + 1
+end
+return {{evicted, bytes, redis.call('ZCARD', KEYS[1])}}
+"""
+
+REMOVE = f"""{COUNT}
 redis.call('UNLINK', ARGV[1] .. ARGV[2])
-return {0, redis.call('INCRBY', KEYS[3], -size), redis.call('ZCARD', KEYS[1])}
+return {{0, count(ARGV[2], 0), redis.call('ZCARD', KEYS[1])}}
 """
 
 
@@ -76,15 +100,27 @@ class RedisTier:
         budget_bytes: of all records under ``prefix``, whoever wrote them.
         prefix: of every key.
         timeout_s: of one command; a server that does not answer in time is left alone for a while.
+        username: that the server knows; None: its default one.
+        password: of that user; in settings ``{"env": NAME}`` or ``{"file": PATH}``. None: none.
+
+    Raises:
+        ValueError: if ``url`` has a user or a password in it, since it may be shown.
     """
 
     def __init__(
-        self, url: str, budget_bytes: int, *, prefix: str = "vllm_blend", timeout_s: float = 5.0
+        self,
+        url: str,
+        budget_bytes: int,
+        *,
+        prefix: str = "vllm_blend",
+        timeout_s: float = 5.0,
+        username: str | None = None,
+        password: str | None = None,
     ) -> None:
+        check_address("url of redis", url)
         self.name = "redis"
         self.quick = False
         self.stats = Stats()
-        self.pins: Collection[bytes] = frozenset()
         self.budget_bytes = budget_bytes
         base = f"{prefix}:v{DIGEST_VERSION}"
         self._chunk = f"{base}:chunk:"
@@ -92,50 +128,42 @@ class RedisTier:
         self._usage = {"entries": 0, "bytes": 0}
         self._client = redis.Redis.from_url(
             url,
+            username=username,
+            password=password,
             socket_timeout=timeout_s,
             socket_connect_timeout=min(timeout_s, 1.0),
             socket_read_size=READ_SIZE,
             retry=Retry(NoBackoff(), 0),  # a request must not wait; the store pauses the tier instead
         )
-        self._reserve = self._client.register_script(RESERVE)
-        self._remove = self._client.register_script(REMOVE)
 
     def contains(self, key: ChunkKey) -> bool:
         with _errors():
             return bool(self._client.exists(self._chunk + key.digest.hex()))
 
     def open(self, key: ChunkKey) -> RedisSource | None:
-        name, layout = key.digest.hex(), Layout.of(key, scored=True)  # it has the longer preamble
+        layout = Layout.of(key, scored=True)  # it has the longer preamble
         with _errors():
-            pipeline = self._client.pipeline(transaction=False)
-            pipeline.getrange(self._chunk + name, 0, layout.preamble_bytes - 1)
-            pipeline.strlen(self._chunk + name)
-            pipeline.zadd(self._keys[0], {name: time.time()}, xx=True)
-            pipeline.zscore(self._keys[0], name)
-            preamble, size, _, used = pipeline.execute()
-        if size == 0:
-            if used is not None:  # the server evicted it by itself, or its writer died
-                self.discard(key)
-                raise Rejected(Reason.GONE)
-            return None
-        return RedisSource(self._client, self._chunk + name, preamble, size)
+            *counts, preamble, size, counted = self._eval(OPEN, key, layout.preamble_bytes)
+        self._count(counts)
+        if size:
+            return RedisSource(self._client, self._chunk + key.digest.hex(), preamble, size)
+        if counted:  # the server has evicted it by itself
+            raise Rejected(Reason.GONE)
+        return None
 
     def write(self, record: Record) -> None:
-        name, size = record.key.digest.hex(), record.num_bytes
-        if size > min(self.budget_bytes, LARGEST):
-            raise TierError("too_large", f"{size} bytes", pause=False)
-        pins = [digest.hex() for digest in list(self.pins)]
+        if record.num_bytes > min(self.budget_bytes, LARGEST):
+            raise TierError("too_large", f"{record.num_bytes} bytes", pause=False)
         with _errors():
-            stored: Any = self._client.getrange(self._chunk + name, 0, len(record.head) - 1)
-            if not record.adds_to(stored):
-                return
-            self._count(self._reserve(self._keys, [*self._args(), name, size, *pins]))
-            # one that another process has just written may have scores
-            self._client.set(self._chunk + name, b"".join(record.parts), nx=not record.scored)
+            for _ in range(WRITE_TRIES):
+                with suppress(WatchError):  # another process has just written or removed it
+                    self._write(record)
+                    return
+        raise TierError("contended", str(record.key), pause=False)
 
     def discard(self, key: ChunkKey) -> None:
         with _errors():
-            self._count(self._remove(self._keys, [self._chunk, key.digest.hex()]))
+            self._count(self._eval(REMOVE, key))
 
     def usage(self) -> dict[str, int]:
         return dict(self._usage)
@@ -143,8 +171,22 @@ class RedisTier:
     def close(self) -> None:
         self._client.close()
 
-    def _args(self) -> list[Any]:
-        return [self._chunk, time.time(), self.budget_bytes]
+    def _write(self, record: Record) -> None:
+        """Raises WatchError if the record was changed meanwhile."""
+        name, data = self._chunk + record.key.digest.hex(), b"".join(record.parts)
+        with self._client.pipeline() as transaction:
+            transaction.watch(name)
+            stored: Any = transaction.getrange(name, 0, len(record.head) - 1)
+            if record.adds_to(stored):
+                transaction.multi()
+                self._eval(RESERVE, record.key, len(data), self.budget_bytes, client=transaction)
+                transaction.set(name, data)
+                counts, _ = transaction.execute()
+                self._count(counts)
+
+    def _eval(self, script: str, key: ChunkKey, *args: int, client: Any = None) -> Any:
+        on = client or self._client
+        return on.eval(script, len(self._keys), *self._keys, self._chunk, key.digest.hex(), *args)
 
     def _count(self, result: Any) -> None:
         evicted, num_bytes, entries = result

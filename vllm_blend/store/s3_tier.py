@@ -1,25 +1,26 @@
 """Records as objects of an S3 bucket, shared by every process and machine that reaches it.
 
 Which objects there are is known from listings, at the start and every ``refresh_s``, so that a chunk
-that is not there costs no request. Needs the extra ``s3``.
+that is not there costs no request. Credentials are boto3's: ``AWS_ACCESS_KEY_ID`` and the others of the
+environment, or a role. Needs the extra ``s3``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import boto3
-import numpy as np
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from vllm_blend.store.index import PAGE, Index
+from vllm_blend.store.index import Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
-from vllm_blend.store.record import Reason, Record, Rejected
+from vllm_blend.store.record import PAGE, Reason, Record, Rejected
+from vllm_blend.store.secrets import check_address
 from vllm_blend.store.tier import Stats, TierError
 
 SUFFIX = ".safetensors"
@@ -39,6 +40,9 @@ class S3Tier:
         timeout_s: of a connection, and between two pieces of an answer.
         refresh_s: seconds between two listings.
         client: a boto3 client of your own, instead of ``endpoint_url`` and ``timeout_s``.
+
+    Raises:
+        ValueError: if ``endpoint_url`` has a user or a password in it, since it may be shown.
     """
 
     def __init__(
@@ -52,10 +56,10 @@ class S3Tier:
         refresh_s: float = 60.0,
         client: Any = None,
     ) -> None:
+        check_address("endpoint_url of s3", endpoint_url)
         self.name = "s3"
         self.quick = True
         self.stats = Stats()
-        self.pins: Collection[bytes] = frozenset()
         self.bucket = bucket
         self.budget_bytes = budget_bytes
         self._prefix = f"{prefix}/v{DIGEST_VERSION}/"
@@ -120,11 +124,7 @@ class S3Tier:
 
     def usage(self) -> dict[str, int]:
         with self._lock:
-            return {
-                "entries": len(self._index),
-                "bytes": self._index.num_bytes,
-                "index_bytes": self._index.memory,
-            }
+            return {"entries": len(self._index), "bytes": self._index.num_bytes}
 
     def close(self) -> None:
         self._closed.set()
@@ -146,9 +146,9 @@ class S3Tier:
                         found[digest] = item["LastModified"].timestamp(), item["Size"]
         new = sorted(found.keys() - before, key=lambda digest: found[digest])
         with self._lock:
-            sizes = np.array([found[digest][1] for digest in new], dtype=np.int64)
-            table = np.frombuffer(b"".join(new), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-            self._index.put_all(table, sizes)
+            for digest in new:
+                if digest not in self._index:
+                    self._index.put(digest, found[digest][1])
             for digest in before - found.keys():
                 self._index.remove(digest)
 
@@ -177,16 +177,11 @@ class S3Tier:
             self._closed.wait(self._refresh_s)
 
     def _make_room(self, num_bytes: int) -> None:
-        tries = len(self._index)
-        while self._index.num_bytes + num_bytes + PAGE > self.budget_bytes and tries > 0:
-            tries -= 1
+        while self._index.num_bytes + num_bytes + PAGE > self.budget_bytes:
             with self._lock:
                 digest = self._index.oldest()
                 if digest is None:
                     return
-                if digest in self.pins:
-                    self._index.touch(digest)
-                    continue
                 self._index.remove(digest)
             self._client.delete_object(Bucket=self.bucket, Key=self._object(digest))
             self.stats.add("evictions")

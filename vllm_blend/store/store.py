@@ -3,14 +3,13 @@
 store = ChunkStore([DiskTier("/var/cache/chunks", 200 << 30)], host_bytes=16 << 30)
 kv = store.get(key)             # memory, else the tiers in order; verified; None is a miss
 if kv is None:
-    store.put(key, compute())   # returns at once; written from behind
+    store.put(key, compute())   # returns at once; a thread writes it
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -26,6 +25,7 @@ from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey, check_storage
 from vllm_blend.store.load import Load, Loads
 from vllm_blend.store.record import Reason, Record, check_kv
+from vllm_blend.store.secrets import check_key
 from vllm_blend.store.streaming_layers import StreamingKV
 from vllm_blend.store.tier import Level, Stats, Tier
 from vllm_blend.store.tier_client import Lane, Writer
@@ -38,14 +38,14 @@ class ChunkStore:
     """Chunks' KV in memory and slower tiers; for several threads.
 
     What is put goes to host memory and to every tier; what a slower tier had is copied to the faster
-    ones. Each tier drops what was used least recently, but nothing that is pinned; a chunk that leaves
-    host memory and is in no other tier that can be asked quickly is written there first.
+    ones. Each tier drops what was used least recently, memory nothing that is in use; a chunk that
+    leaves host memory and is in no other tier that can be asked quickly is written there first.
 
     Args:
         tiers: slower ones, fastest first, e.g. ``[DiskTier(...), RedisTier(...)]``.
         host_bytes: of host memory, taken at once.
         gpu_bytes: of the GPU's memory, likewise: chunks that are found in host memory are copied there
-            behind their requests, and are found there from then on. 0: none.
+            once their requests have read them, and are found there from then on. 0: none.
         pinned: page-locked host memory; None: where there is a GPU.
         load_threads: loads that run at once; with fewer than a request has chunks, its last chunks'
             first layer comes late.
@@ -53,9 +53,11 @@ class ChunkStore:
         timeout_s: how long a request waits for a chunk, and a layer for its data.
         storage: how this store's users are to keep KV: ``"auto"``, as it is computed, or ``"fp8"``. It
             goes into their ``ModelKey``, so that neither finds what the other has kept.
+        checksum_key: a secret of 16 bytes or more, likewise: a record that was written without it is
+            not used. In settings ``{"env": NAME}`` or ``{"file": PATH}``. None: there is none.
 
     Raises:
-        ValueError: if ``storage`` is neither.
+        ValueError: if ``storage`` is neither, or ``checksum_key`` is short.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class ChunkStore:
         write_behind_bytes: int = 1 << 30,
         timeout_s: float = 30.0,
         storage: str = "auto",
+        checksum_key: bytes | None = None,
     ) -> None:
         check_storage(storage)
         self.timeout_s = timeout_s
         self.storage = storage
+        self.checksum_key = check_key(checksum_key or b"")
         self._stats = Stats()
-        self._pins: Counter[bytes] = Counter()
         self._lock = threading.Lock()
         self._pending: dict[bytes, tuple[ChunkKey, StoredKV]] = {}  # put, not yet in host memory
         self._demoted: set[bytes] = set()
@@ -86,8 +89,6 @@ class ChunkStore:
         self._lanes = [Lane(tier, self._stats, write_behind_bytes) for tier in tiers]
         self._loads = Loads(self._host, self._lanes, load_threads, timeout_s, self._promote)
         self._levels: list[Level] = [*([self._gpu] if self._gpu else []), self._host, *tiers]
-        for level in self._levels:
-            level.pins = self._pins
         writers = [self._intake, *(lane.writer for lane in self._lanes)]
         self._writers = [*writers, *([self._uploads] if self._uploads else [])]
         # not weakref.finalize, which does not run where a forked process ends
@@ -176,7 +177,7 @@ class ChunkStore:
                 yield from lane.tier.token_ids()
 
     def put(self, key: ChunkKey, kv: StoredKV) -> bool:
-        """Keeps a chunk's KV. Never waits: it is copied and written from behind.
+        """Keeps a chunk's KV. Never waits: threads copy and write it.
 
         A chunk that is in memory is not written again, unless it has no scores there and ``kv`` has:
         then they are added to it, in memory and in every tier. Known scores stay, whatever is put.
@@ -201,19 +202,6 @@ class ChunkStore:
                 self._pending[key.digest] = key, kv  # in the place of one without scores
         self._stats.add("puts" if taken else "puts_dropped")
         return taken
-
-    def pin(self, key: ChunkKey) -> None:
-        """Keeps a chunk in every tier that has it; to be undone by as many ``unpin``."""
-        with self._lock:
-            self._pins[key.digest] += 1
-
-    def unpin(self, key: ChunkKey) -> None:
-        """Raises ValueError if the chunk is not pinned."""
-        with self._lock:
-            if not self._pins[key.digest]:
-                raise ValueError(f"chunk {key} is not pinned")
-            self._pins[key.digest] -= 1
-            self._pins += Counter()  # drops the zeros, in place
 
     def discard(self, key: ChunkKey) -> None:
         """Removes a chunk from memory; KV in use stays valid. Slower tiers keep it."""
@@ -302,7 +290,7 @@ class ChunkStore:
         return kv
 
     def _upload(self, key: ChunkKey) -> None:
-        """Copies a chunk from host memory to the GPU's, from behind."""
+        """Copies a chunk from host memory to the GPU's, on a thread."""
         if self._gpu is None or self._uploads is None or not self._host.contains(key):
             return
         with self._lock:
@@ -328,7 +316,7 @@ class ChunkStore:
                 self._to_gpu.discard(key.digest)
 
     def _take_in(self, key: ChunkKey, kv: StoredKV, ready: Any) -> None:
-        """Runs behind a put: into host memory, then to every tier."""
+        """What a put leaves to a thread: into host memory, then to every tier."""
         try:
             held = self._host.learn(key, kv.scores)
             if held is None:
@@ -342,9 +330,10 @@ class ChunkStore:
             with self._lock:
                 if self._pending[key.digest][1] is kv:  # else one with scores waits
                     del self._pending[key.digest]
-        record = Record.of(key, held)
-        for lane in self._lanes:
-            lane.submit(record)
+        if self._lanes:
+            record = Record.of(key, held)
+            for lane in self._lanes:
+                lane.submit(record)
 
     def _promote(self, key: ChunkKey, kv: StoredKV, lanes: Sequence[Lane]) -> None:
         def write() -> None:

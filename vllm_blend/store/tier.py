@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
 from typing import Protocol
 
 from vllm_blend.store.keys import ChunkKey
@@ -50,14 +49,12 @@ class Level(Protocol):
     Attributes:
         name: for counters and messages.
         stats: what the tier counts itself: evictions, and data it removed.
-        pins: digests of chunks that must not be evicted; the store's.
         budget_bytes: of all that the tier may hold.
     """
 
     name: str
     stats: Stats
     budget_bytes: int
-    pins: Collection[bytes]
 
     def usage(self) -> dict[str, int]:
         """``entries`` and ``bytes`` that the tier holds, as far as is known without waiting."""

@@ -1,4 +1,4 @@
-"""One slower tier as the store uses it: counted, paused after failures, written to from behind."""
+"""One slower tier as the store uses it: counted, paused after failures, written to by a thread."""
 
 from __future__ import annotations
 

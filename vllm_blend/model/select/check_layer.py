@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from vllm_blend.core.static_scores import static_scores
 from vllm_blend.core.step import StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum
+from vllm_blend.model.guard import Guard
+from vllm_blend.model.select.policies import make_policy
 from vllm_blend.model.select.projection import Projection, normed_heads, project, project_v
 from vllm_blend.model.select.question import attention_received, num_asked
 from vllm_blend.model.select.ranking import deviation
@@ -35,6 +37,7 @@ class CheckLayerCandidates:
         layers: the model's decoder layers.
         index: the check layer.
         hidden, residual: its inputs, ``[num_rows, hidden_size]``; not changed.
+        guard: of what this rank does between the ranks' sums.
     """
 
     def __init__(
@@ -45,11 +48,26 @@ class CheckLayerCandidates:
         index: int,
         hidden: torch.Tensor,
         residual: torch.Tensor,
+        guard: Guard,
     ) -> None:
         self.frame, self.request = frame, request
         self.layers, self.index = layers, index
         self.hidden, self.residual = hidden, residual
-        self.at, self.chunk_index = frame.candidates(request)
+        self._guard = guard
+        count = len(frame.kept.get(request, range(request.num_chunk_rows)))
+        none = torch.zeros(count, dtype=torch.int64, device=frame.device)
+        self.at, self.chunk_index = guard.attempt(lambda: frame.candidates(request), (none, none))
+
+    def sum_over_ranks(self) -> None:
+        """Computes what the request's policy reads of all ranks: they must take part together, so
+        before the policy, which may fail on one of them."""
+        for name in sorted(make_policy(self.request.settings).reads):
+            getattr(self, name)
+
+    def _summed(self, part: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The sum over the ranks, of a number for each candidate."""
+        none = torch.zeros(self.at.numel(), device=self.at.device)
+        return all_reduce_sum(self._guard.attempt(part, none))
 
     @cached_property
     def fresh(self) -> Projection:
@@ -82,12 +100,12 @@ class CheckLayerCandidates:
     @cached_property
     def v_deviation(self) -> torch.Tensor:
         """Squared distance of fresh to stored V, ``[num_candidates]`` float32."""
-        return all_reduce_sum(deviation(self.fresh_v, self.stored_v))
+        return self._summed(lambda: deviation(self.fresh_v, self.stored_v))
 
     @cached_property
     def k_deviation(self) -> torch.Tensor:
         """The same of K, before RoPE: a rotation of both changes no distance."""
-        return all_reduce_sum(deviation(self.fresh_k, self.stored_k))
+        return self._summed(lambda: deviation(self.fresh_k, self.stored_k))
 
     @cached_property
     def stale(self) -> torch.Tensor:
@@ -95,7 +113,7 @@ class CheckLayerCandidates:
 
         False for the prompt's head and for a chunk that stands where it was computed.
         """
-        size = all_reduce_sum(deviation(self.stored_v, torch.zeros_like(self.stored_v)))
+        size = self._summed(lambda: deviation(self.stored_v, torch.zeros_like(self.stored_v)))
         return self.v_deviation > STALE * size
 
     @cached_property
@@ -130,8 +148,10 @@ class CheckLayerCandidates:
     @cached_property
     def attention_here(self) -> torch.Tensor | None:
         """The question's attention at this layer, ``[num_candidates]`` float32; None: no question."""
-        if not self.num_asked:
-            return None
+        return self._summed(self._attention_here) if self.num_asked else None
+
+    def _attention_here(self) -> torch.Tensor:
+        """What this rank's heads give."""
         at, layer = self.own_at, self.layers[self.index]
         own = project(layer, self.hidden[at], self.residual[at])
         self_attn = layer.self_attn
@@ -144,7 +164,7 @@ class CheckLayerCandidates:
         rotation, asked = self_attn.attn.impl.blend.rotation, own_positions[asked_rows]
         k, q = rotation.rotate(k, both), rotation.rotate(q, asked)
         got = attention_received(q, k, asked, both, self_attn.attn.impl.scale)
-        return all_reduce_sum(got[: self.at.numel()])
+        return got[: self.at.numel()]
 
     @cached_property
     def attention_ahead(self) -> torch.Tensor | None:

@@ -69,6 +69,11 @@ class EarlyCandidates:
         return both.pin_memory().to(self._device, non_blocking=True)
 
 
+def num_chosen(request: StepRequest) -> int:
+    """How many rows are chosen of a request whose question was asked."""
+    return num_kept(request.settings.last_ratio, request.num_chunk_rows)
+
+
 def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
     """Which of the request's ``chunk_rows`` are recomputed, ascending, ``[num_chosen]`` int64.
 
@@ -78,8 +83,7 @@ def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
     settings, plan = request.settings, request.plan
     if received is not None:
         view = EarlyCandidates(request.windows, received, request.device)
-        count = num_kept(settings.last_ratio, request.num_chunk_rows)
-        return make_policy(settings).rows(view, count)
+        return make_policy(settings).rows(view, num_chosen(request))
     if not isinstance(plan, BlendPlan):
         return torch.empty(0, dtype=torch.int64)
     if "chosen" not in plan.made:

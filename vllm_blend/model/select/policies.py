@@ -60,7 +60,14 @@ class CheckedCandidates(Candidates, Protocol):
 
 
 class Policy:
-    """Scores in, rows out."""
+    """Scores in, rows out.
+
+    Attributes:
+        reads: what it reads at a check layer of those fields of ``CheckedCandidates`` that
+            tensor-parallel ranks sum.
+    """
+
+    reads: frozenset[str] = frozenset()
 
     def scores(self, view: Any) -> torch.Tensor:
         """``[num_candidates]`` float32; the highest are kept. A method reads from ``view`` what it
@@ -82,12 +89,16 @@ class Static(Policy):
 class HKVD(Policy):
     """Highest KV deviation, by V: ``|V_fresh - V_stored|^2`` (CacheBlend, arXiv 2405.16444, 4.3)."""
 
+    reads = frozenset({"v_deviation"})
+
     def scores(self, view: CheckedCandidates) -> torch.Tensor:
         return view.v_deviation
 
 
 class HKVDByK(Policy):
     """The same by K: ``|K_fresh - K_stored|^2``."""
+
+    reads = frozenset({"k_deviation"})
 
     def scores(self, view: CheckedCandidates) -> torch.Tensor:
         return view.k_deviation
@@ -96,12 +107,16 @@ class HKVDByK(Policy):
 class HKVDByBoth(Policy):
     """The sum of both, each as a share of its mean: K's numbers are far larger than V's."""
 
+    reads = frozenset({"v_deviation", "k_deviation"})
+
     def scores(self, view: CheckedCandidates) -> torch.Tensor:
         return share(view.v_deviation) + share(view.k_deviation)
 
 
 class Random(Policy):
     """The same tokens for the same seed and positions, on any device."""
+
+    reads = frozenset({"stale"})
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -113,12 +128,16 @@ class Random(Policy):
 class ChunkHeads(Policy):
     """The first tokens of each chunk, as many of each (LegoLink of EPIC, arXiv 2410.15332)."""
 
+    reads = frozenset({"stale"})
+
     def scores(self, view: Candidates) -> torch.Tensor:
         return only_stale(view, -view.place_in_chunk.float())
 
 
 class QuestionHere(Policy):
     """Tokens that the question attends to most at the check layer."""
+
+    reads = frozenset({"attention_here", "stale"})
 
     def scores(self, view: CheckedCandidates) -> torch.Tensor:
         attention = view.attention_here
@@ -127,6 +146,8 @@ class QuestionHere(Policy):
 
 class QuestionAhead(Policy):
     """Tokens that the question attends to most over all layers (after ProphetKV)."""
+
+    reads = frozenset({"stale"})
 
     def scores(self, view: Candidates) -> torch.Tensor:
         attention = view.attention_ahead
@@ -138,6 +159,7 @@ class Product(Policy):
 
     def __init__(self, one: Policy, two: Policy) -> None:
         self.one, self.two = one, two
+        self.reads = one.reads | two.reads
 
     def scores(self, view: Any) -> torch.Tensor:
         one, two = self.one.scores(view), self.two.scores(view)

@@ -1,11 +1,17 @@
-"""What a server's chunks are computed behind, and which of their KV suits which place of a prompt."""
+"""What a server's chunks are computed after, and which of their KV suits which place of a prompt.
+
+A chunk's context is what its KV was computed after: one of the server's own, for chunks that it
+computes by themselves; or what stood before it in the prompt of a request that computed it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_blend.core import stand_in as own_text
+from vllm_blend.core.plans import ChunkIds
 from vllm_blend.core.prompt import (
     PINNED_DAY,
     TokenIds,
@@ -17,21 +23,52 @@ from vllm_blend.core.prompt import (
 from vllm_blend.core.static_scores import SCORING_TOKENS
 from vllm_blend.server.chunks.token_index import Run
 
+HARVESTED_FIRST, HARVESTED = (2**31 - 1,), (2**31 - 2,)
+"""Stand for the context of a prompt's first chunk, and of the others, where a request's own prefill
+computed them. (The largest ids that a store's key can hold; no vocabulary has them.)"""
+
 
 class Contexts(NamedTuple):
-    """What chunks are computed behind; the same for the whole server, so that a chunk's KV serves in
+    """What chunks are computed after; the same for the whole server, so that a chunk's KV serves in
     every prompt.
 
     Attributes:
         first: of a chunk that stands first in its prompt.
         later: of the others; the same where there is no stand-in.
-        scoring: what ``later`` chunks are computed behind once more, for their tokens' scores; None:
-            there is nothing to be had.
+        scoring: what chunks but the first ones are computed after once more, for their tokens' scores;
+            None: there is nothing to be had.
+        harvest: chunks are kept from requests' own prefills, too.
     """
 
     first: TokenIds
     later: TokenIds
     scoring: TokenIds | None = None
+    harvest: bool = False
+
+    @property
+    def known(self) -> tuple[TokenIds, ...]:
+        """All under which a chunk may be found."""
+        harvested = (HARVESTED, HARVESTED_FIRST) if self.harvest else ()
+        return tuple(dict.fromkeys((self.later, self.first, *harvested)))
+
+    def by_fit(self, start: int, first_start: int) -> tuple[TokenIds, ...]:
+        """``known``, what suits a place best first; arguments as ``at``'s."""
+        suited = self.suited_at(start, first_start)
+        return tuple(dict.fromkeys((*suited, *self.known)))
+
+    def suited_at(self, start: int, first_start: int) -> tuple[TokenIds, ...]:
+        """Those that suit a place, the server's own first; arguments as ``at``'s."""
+        harvested = HARVESTED if start > first_start else HARVESTED_FIRST
+        return (self.at(start, first_start), *((harvested,) if self.harvest else ()))
+
+    @property
+    def num_suited(self) -> int:
+        """How many suit a place."""
+        return 1 + self.harvest
+
+    def by_itself(self, chunk: ChunkIds) -> ChunkIds:
+        """A chunk that was to be kept from a request's prefill, as the server computes it."""
+        return replace(chunk, context=self.first if chunk.context == HARVESTED_FIRST else self.later)
 
     def at(self, start: int, first_start: int) -> TokenIds:
         """What suits a chunk at ``start`` of a prompt whose first chunk is at ``first_start``."""
@@ -40,19 +77,20 @@ class Contexts(NamedTuple):
     def suited(
         self, runs: Iterable[tuple[Run, TokenIds]], taken: Iterable[tuple[int, int]] = ()
     ) -> list[tuple[Run, TokenIds]]:
-        """Runs that do not overlap, out of those of chunks computed behind either.
+        """Runs that do not overlap, out of those of chunks computed after either.
 
         Where both are there, the one that suits the place; where one is, that one.
 
         Args:
-            runs: each with what its chunk is computed behind.
+            runs: each with what its chunk is computed after.
             taken: places of the prompt that are no run's.
         """
         runs, places = list(runs), list(taken)
         first_start = min([start for start, _ in places] + [run.start for run, _ in runs], default=0)
         chosen = []
         for run, context in sorted(
-            runs, key=lambda one: (one[1] != self.at(one[0].start, first_start), one[0].start)
+            runs,
+            key=lambda one: (one[1] not in self.suited_at(one[0].start, first_start), one[0].start),
         ):
             if not any(run.start < end and start < run.end for start, end in places):
                 chosen.append((run, context))
@@ -65,6 +103,7 @@ def chunk_contexts(
     system: str | None = None,
     head: str = "",
     stand_in: str | None = None,
+    harvest: bool = False,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Contexts:
@@ -77,8 +116,9 @@ def chunk_contexts(
     Args:
         vllm_config: the engine's.
         system: a system message for the template; None: its default.
-        head: text behind all that.
-        stand_in: text behind that; None: a text of our own.
+        head: text after all that.
+        stand_in: text after that; None: a text of our own.
+        harvest: as in ``Contexts``.
         template: the chat template, if it is not the tokenizer's.
         variables: of the template.
 
@@ -92,7 +132,7 @@ def chunk_contexts(
             raise ValueError(
                 "system, head and stand_in of vllm_blend need a tokenizer; the engine has none"
             )
-        return Contexts((), ())
+        return Contexts((), (), harvest=harvest)
     from vllm.tokenizers.registry import cached_tokenizer_from_config
 
     tokenizer = cached_tokenizer_from_config(model_config)
@@ -112,4 +152,4 @@ def chunk_contexts(
         raise ValueError(
             f"system, head and stand_in of vllm_blend have {len(later)} tokens; allowed: {longest - 2}"
         )
-    return Contexts(first, later, first + own if first == later else first)
+    return Contexts(first, later, first + own if first == later else first, harvest)

@@ -18,6 +18,9 @@ from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.token_index import Run, SequenceIndex, Windows
 
+SCALE_BYTES = 4
+"""Of a head's scale in fp8 (``store/fp8.py``)."""
+
 
 def chunk_key(chunk: ChunkIds) -> ChunkKey:
     """Names a chunk within one engine: 16 bytes of its tenant, context and token ids."""
@@ -34,12 +37,17 @@ def _digest(context: TokenIds) -> bytes:
     return hashlib.blake2b(array("q", context).tobytes(), digest_size=16).digest()
 
 
-def bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of one token's K and V in all layers, of all tensor-parallel ranks."""
+def bytes_per_token(vllm_config: Any, storage: str = "auto") -> int:
+    """Bytes of one token's K and V in all layers, of all tensor-parallel ranks.
+
+    Args:
+        storage: how they are kept: as they are computed, or in ``"fp8"`` with a scale for each head.
+    """
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_kv_heads = config.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    width = num_kv_heads * config.get_head_size()
-    return int(2 * config.get_num_layers(parallel) * width * config.dtype.itemsize)
+    size = config.get_head_size()
+    head = size + SCALE_BYTES if storage == "fp8" else size * config.dtype.itemsize
+    return int(2 * config.get_num_layers(parallel) * num_kv_heads * head)
 
 
 class ChunkRegistry:
@@ -87,7 +95,7 @@ class ChunkRegistry:
         return self._chunks[key]
 
     def find(self, tenant: str, context: TokenIds, prompt: Windows, min_tokens: int) -> list[Run]:
-        """A tenant's known chunks computed behind ``context``, or parts of them, in a prompt."""
+        """A tenant's known chunks computed after ``context``, or parts of them, in a prompt."""
         index = self._indexes.get((tenant, context))
         runs = [] if index is None else index.find(prompt, min_tokens)
         for run in runs:
@@ -108,8 +116,10 @@ class ChunkRegistry:
         """Makes room for a chunk that is to come.
 
         Returns:
-            Its key; None if there is no room.
+            Its key; None if there is no room, or if it is on its way already.
         """
+        if chunk_key(new) in self._coming:
+            return None
         free = self.max_tokens - self.num_tokens
         victims = []
         for key, chunk in self._chunks.items():
@@ -126,6 +136,10 @@ class ChunkRegistry:
         self._coming[key] = new
         self.num_tokens += len(new.token_ids)
         return key
+
+    def coming(self, key: ChunkKey) -> ChunkIds | None:
+        """A chunk that room was made for and that is not here yet."""
+        return self._coming.get(key)
 
     def commit(self, key: ChunkKey) -> None:
         """The model's process has the chunk now."""

@@ -48,6 +48,7 @@ def admit(vllm_config: VllmConfig, request: Any, field: Any, prompt: Any) -> Non
     except ValueError as error:
         raise _refusal(str(error)) from None
     _check(vllm_config, blend_request, len(request.prompt_token_ids or ()))
+    blend_request = blend_request.split(settings.max_chunk_tokens)
     blend_request = _without_large(blend_request, vllm_config, settings)
     asks = blend_request.spans or blend_request.auto or blend_request.report
     wanted = not blend_request.off and asks and _can_blend(request)

@@ -1,7 +1,7 @@
 """Chunks that a request missed, computed for the next one within a budget.
 
-Each is a request of the engine's own, behind the chunk's context; where tokens are chosen by scores, it
-is computed once more behind another one. It is let in when
+Each is a request of the engine's own, after the chunk's context; where tokens are chosen by scores, it
+is computed once more after another one. It is let in when
 the engine has nothing else to do, or when as many tokens of requests were computed as the server's
 share asks for. In the first case it goes window by window, and stands back when requests come, until
 the share has room for the rest of it.
@@ -38,7 +38,7 @@ class BackgroundPrefill:
         max_tokens: of a chunk and its context; longer ones are not computed.
         share: of the computed tokens, for an engine that is not idle.
         make_request: an engine request of ``(request_id, token_ids, plan)``.
-        scoring: what a chunk's KV is computed behind once more for its tokens' scores, if that is
+        scoring: what a chunk's KV is computed after once more for its tokens' scores, if that is
             wanted.
 
     Attributes:
@@ -95,6 +95,11 @@ class BackgroundPrefill:
             return
         self._waiting[key] = chunk
 
+    def score(self, key: ChunkKey, chunk: ChunkIds) -> None:
+        """Computes a known chunk's KV once more for its tokens' scores, if that is wanted."""
+        if self._scoring(chunk) is not None:
+            self._unscored[key] = chunk
+
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
         costs = [_cost(chunk) for chunk in self._waiting.values()]
@@ -140,7 +145,7 @@ class BackgroundPrefill:
 
         Args:
             left: its tokens that are not computed.
-            running: it has been let in. One that has not takes some, or vLLM lets in none behind it.
+            running: it has been let in. One that has not takes some, or vLLM lets in none after it.
         """
         stands_back = not (self._idle or self.stalled or request_id in self._paid)
         if running and stands_back:
@@ -171,8 +176,7 @@ class BackgroundPrefill:
         if completed:
             self.num_computed += 1
             self.chunks.commit(plan.key)
-            if self._scoring(plan.chunk) is not None:
-                self._unscored[plan.key] = plan.chunk
+            self.score(plan.key, plan.chunk)
         else:
             self.chunks.cancel(plan.key)
 

@@ -1,16 +1,14 @@
-"""What prefills take on this engine, measured at start-up, and what that decides for a request.
+"""Times this engine's prefills at start-up, and decides by them for a request.
 
-On random tokens, with the engine itself: a prefill whose KV is kept, then prefills of three lengths, in
-full and blended at two ratios. Each is run once more than it counts, since the first of a shape may
-compile. From these times and those of the store's loads the controller decides, for each request, which
-chunks to wait for and at which ratio to blend (``store/controller.py``).
+The engine itself runs them, on random tokens: a prefill whose KV is kept, then those of
+``store/compute_time.py``. From these times and those of the store's loads the controller decides, for
+each request, which chunks to wait for and at which ratio to blend (``store/controller.py``).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,12 +16,11 @@ import torch
 from vllm_blend.core.plans import ChunkKey, CollectPlan, KeyedPlan, KeyedSpan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.server.config import ServerSettings
-from vllm_blend.store.controller import ComputeTime, Controller, Decision, Located
+from vllm_blend.store.compute_time import RATIOS, Measurement
+from vllm_blend.store.controller import Controller, Decision, Located
 from vllm_blend.store.load_time import LoadTime
 
 KEY: ChunkKey = b"vllm_blend: pace"
-RATIOS = (None, 0.15, 0.5)
-"""What each length is measured at; None: in full."""
 LONGEST_GPU, LONGEST_CPU = 8192, 1024
 """Tokens of the longest prefill that is measured, where the engine takes as many in a step."""
 HEAD, TAIL = 4, 8
@@ -38,13 +35,14 @@ class Calibration:
     Args:
         vocab_size, num_layers: of the model.
         max_tokens: of a prompt that is measured.
-        repeat: runs of each that count; the median is taken.
+        repeat: runs of each that count.
         settings: the server's default.
         floor: no ratio below it.
         make_request: an engine request of ``(request_id, token_ids, plan)``.
 
     Attributes:
         wanted: whether anything is to be measured; some request asked for it.
+        measurement: what is timed, and what came of it.
     """
 
     def __init__(
@@ -58,23 +56,18 @@ class Calibration:
         make_request: Callable[[str, list[int], Any], Any],
     ) -> None:
         self.wanted = False
+        self.measurement = Measurement(max_tokens, HEAD + TAIL, repeat=repeat)
         self._num_layers = num_layers
-        self._repeat = repeat
         self._settings = settings
         self._floor = floor
         self._make_request = make_request
         choose = random.Random(1)
         self._token_ids = [choose.randrange(vocab_size) for _ in range(max_tokens)]
-        self._sizes = [max_tokens // 4, max_tokens // 2, max_tokens]
-        self._todo = [(size, ratio) for size in self._sizes for ratio in RATIOS]
-        self._seconds: list[float] = []  # of the first of them
-        self._samples: dict[str, list[tuple[int, float, float]]] = {"full": [], "blended": []}
         self._collected = False
         self._current = ""
         self._clean, self._step_s = True, 0.0
         self._tries = 0
         self._number = 0
-        self._times: tuple[ComputeTime, ComputeTime] | None = None
 
     @classmethod
     def of(
@@ -104,22 +97,22 @@ class Calibration:
     def __str__(self) -> str:
         """What was measured, in words."""
         size, seconds = self.longest
-        blended = next(t for n, _, t in self._samples["blended"] if n == size)
+        blended = self.measurement.seconds[size, RATIOS[0]]
         return (
             f"a prefill of {size} tokens takes {1e3 * seconds:.0f} ms, {1e3 * blended:.0f} ms where "
-            f"{RATIOS[1]:.0%} are recomputed"
+            f"{RATIOS[0]:.0%} are recomputed"
         )
 
     @property
     def longest(self) -> tuple[int, float]:
         """Tokens and seconds of the longest full prefill that was measured."""
-        size, _, seconds = max(self._samples["full"])
-        return size, seconds
+        size = self.measurement.sizes[-1]
+        return size, self.measurement.seconds[size, None]
 
     @property
     def done(self) -> bool:
         """Whether the engine is measured."""
-        return self._times is not None
+        return self.measurement.times is not None
 
     def is_mine(self, request_id: str) -> bool:
         return bool(self._current) and request_id == self._current
@@ -131,9 +124,7 @@ class Calibration:
         self._number += 1
         self._current = f"vllm_blend-pace-{self._number}"
         self._clean, self._step_s = True, 0.0
-        size, plan = len(self._token_ids), self._plan()
-        if self._collected:
-            size = self._todo[0][0]
+        size, plan = self._next()
         return [self._make_request(self._current, self._token_ids[:size], plan)]
 
     def step_took(self, request_ids: Iterable[str], seconds: float) -> None:
@@ -155,43 +146,36 @@ class Calibration:
         if not self._clean and self._tries < TRIES:
             return
         self._tries = 0
-        self._seconds.append(self._step_s)
-        if len(self._seconds) > self._repeat:
-            self._note(*self._todo.pop(0), median(self._seconds[1:]))
-            self._seconds.clear()
-        if not self._todo:
-            self._times = (
-                ComputeTime.fit(self._samples["blended"]),
-                ComputeTime.fit(self._samples["full"]),
-            )
+        self.measurement.took(self._step_s)
 
     def decide(
         self, chunks: Sequence[Located], loads: Mapping[str, LoadTime], num_other_tokens: int
     ) -> Decision:
         """What to load and how much to recompute; chunks are loaded before the prefill begins."""
-        assert self._times is not None
-        blended, full = self._times
+        times = self.measurement.times
+        assert times is not None
         controller = Controller(
-            blended, loads, self._num_layers, floor=self._floor, full=full, overlap=False
+            times.blended,
+            loads,
+            self._num_layers,
+            floor=self._floor,
+            full=times.full,
+            overlap=False,
         )
         return controller.decide(chunks, num_other_tokens)
 
-    def _plan(self) -> CollectPlan | KeyedPlan | None:
+    def _next(self) -> tuple[int, CollectPlan | KeyedPlan | None]:
+        """Tokens and plan of the next request."""
         if not self._collected:
-            return CollectPlan(num_prompt_tokens=len(self._token_ids), key=KEY)
-        size, ratio = self._todo[0]
+            size = len(self._token_ids)
+            return size, CollectPlan(num_prompt_tokens=size, key=KEY)
+        assert self.measurement.next is not None
+        size, ratio = self.measurement.next
         if ratio is None:
-            return None
+            return size, None
         settings = BlendSettings(
             check_layers=self._settings.check_layers[:1],
             recomp_ratio=ratio,
             policy=self._settings.policy,
         )
-        return KeyedPlan((KeyedSpan(HEAD, size - TAIL, KEY, HEAD),), settings)
-
-    def _note(self, size: int, ratio: float | None, seconds: float) -> None:
-        reused = size - HEAD - TAIL
-        if ratio is None:
-            self._samples["full"].append((size, size, seconds))
-        else:
-            self._samples["blended"].append((size, size - reused + ratio * reused, seconds))
+        return size, KeyedPlan((KeyedSpan(HEAD, size - TAIL, KEY, HEAD),), settings)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, KeyedPlan
 from vllm_blend.core.prompt import TokenIds
-from vllm_blend.server.chunks.chunk_contexts import chunk_contexts
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, chunk_contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.chunks.prefix_cache import name_blocks
 from vllm_blend.server.config import ServerSettings
@@ -33,7 +33,7 @@ class InternalRequests:
     Attributes:
         pace: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class InternalRequests:
             settings.system,
             settings.head,
             settings.stand_in,
+            settings.harvest,
             settings.chat_template,
             settings.chat_template_kwargs,
         )
         if not self.contexts.first:
             logger.warning(
-                "vllm_blend: no chat template and no BOS, so chunks are computed behind nothing, which "
+                "vllm_blend: no chat template and no BOS, so chunks are computed after nothing, which "
                 "costs quality; head sets a text."
             )
         self.pace: Calibration | None = None
@@ -102,8 +103,8 @@ class InternalRequests:
                 self._on_measured()
 
     def _scoring(self, chunk: ChunkIds) -> TokenIds | None:
-        """What a chunk is computed behind for its scores; None: it needs none."""
-        if not self._scored or chunk.context != self.contexts.later:
+        """What a chunk is computed after for its scores; None: it needs none."""
+        if not self._scored or chunk.context not in (self.contexts.later, HARVESTED):
             return None  # one that stands first in its prompt is exact there
         return self.contexts.scoring
 

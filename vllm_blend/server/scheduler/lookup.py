@@ -1,16 +1,18 @@
-"""Which chunks a prompt reuses: those that its request names, and those found in it."""
+"""Which chunks a prompt reuses: those that its request names, and those found in it; and which of the
+others are kept as its own prefill computes them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from vllm_blend.core.plans import ChunkIds, ChunkKey, KeyedSpan
+from vllm_blend.core.plans import ChunkIds, ChunkKey, CollectPlan, KeyedSpan
 from vllm_blend.core.prompt import TokenIds
-from vllm_blend.server.chunks.chunk_contexts import Contexts
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.chunks.token_index import SequenceIndex, Windows
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
-from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.request import BlendRequest, pieces
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 
 LEARNED_TOKENS = 64
@@ -19,15 +21,34 @@ RECENT_TOKENS = 1_000_000
 """Auto mode: tokens of past prompts that are remembered, to see what comes back."""
 
 
+@dataclass
+class Found:
+    """What a prompt has of chunks.
+
+    Attributes:
+        spans: with known KV, ascending.
+        missed: chunks that the request names and whose KV is not known.
+        harvest: kept from this request's prefill.
+        num_harvested: of ``spans``, chunks that were kept from another request's prefill.
+    """
+
+    spans: list[KeyedSpan] = field(default_factory=list)
+    missed: int = 0
+    harvest: list[CollectPlan] = field(default_factory=list)
+    num_harvested: int = 0
+
+
 class Lookup:
-    """Looks chunks up; those that are missed are fetched, or computed in the background.
+    """Looks chunks up; those that are missed are kept from the request's prefill, fetched, or computed
+    in the background.
 
     Args:
         chunks: that are in memory.
         background: where the others are computed.
         fetches: of the store, where there is one.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
         min_tokens: of a chunk, or a part of one, that is found by content.
+        max_tokens: of a chunk that is learned.
     """
 
     def __init__(
@@ -37,47 +58,79 @@ class Lookup:
         fetches: Fetches | None,
         contexts: Contexts,
         min_tokens: int,
+        max_tokens: int,
     ) -> None:
         self._chunks, self._background, self._fetches = chunks, background, fetches
-        self._contexts, self._min_tokens = contexts, min_tokens
+        self._contexts = contexts
+        self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._recent = SequenceIndex(RECENT_TOKENS)
         self._num_seen = 0
 
-    def __call__(
-        self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
-    ) -> tuple[list[KeyedSpan], int]:
-        """Spans of the prompt with known KV, ascending, and the number of chunks that were missed."""
-        spans, missed = [], 0
-        for (start, end), chunk in zip(
+    def __call__(self, tenant: str, tokens: TokenIds, blend_request: BlendRequest) -> Found:
+        """Looks for all chunks of a prompt."""
+        found, missed = Found(), []
+        first_start = blend_request.spans[0][0] if blend_request.spans else 0
+        for (start, end), chunks in zip(
             blend_request.spans, self.marked(tenant, tokens, blend_request), strict=True
         ):
-            key, context = self.known(chunk)
-            if context != chunk.context:
-                self.miss(chunk)  # the next prompt gets it behind what suits its place
+            key, context = self.known(chunks)
             if key is None or context is None:
-                missed += 1
-            else:
-                exact = tokens[:start] == context
-                spans.append(KeyedSpan(start, end, key, exact=exact))
+                missed.append((start, chunks[0]))
+                continue
+            if context not in self._contexts.suited_at(start, first_start):
+                self.miss(chunks[0])  # the next prompt gets it with the context that suits its place
+            found.spans.append(KeyedSpan(start, end, key, exact=tokens[:start] == context))
+        found.missed = len(missed)
         if blend_request.auto:
             windows = Windows.of(tokens)
-            spans += self._find(tenant, windows, spans)
-            self._learn(tenant, tokens, windows, spans)
-        return sorted(spans, key=lambda span: span.start), missed
+            found.spans += self._find(tenant, windows, found.spans)
+            taken = [(span.start, span.end) for span in found.spans]
+            taken += [(start, start + len(chunk.token_ids)) for start, chunk in missed]
+            missed += self._learn(tenant, tokens, windows, taken)
+        found.spans.sort(key=lambda span: span.start)
+        # rows of an approximate prompt whose rows are chosen at check layers are not all computed
+        harvests = self._contexts.harvest and (blend_request.settings.early or not found.spans)
+        starts = [start for start, _ in missed] + [span.start for span in found.spans]
+        for start, chunk in missed:
+            plan = self._harvest(chunk, start, min(starts)) if harvests else None
+            if plan is None:
+                self.miss(chunk)
+            else:
+                found.harvest.append(plan)
+        harvested = HARVESTED, HARVESTED_FIRST
+        contexts = [self._chunks.chunk(span.key).context for span in found.spans]
+        found.num_harvested = sum(context in harvested for context in contexts)
+        return found
 
-    def marked(self, tenant: str, tokens: TokenIds, blend_request: BlendRequest) -> list[ChunkIds]:
-        """The chunks that a request names, each behind what suits its place."""
+    def _harvest(self, chunk: ChunkIds, start: int, first_start: int) -> CollectPlan | None:
+        """A chunk is kept from the prefill of the prompt that has it at ``start``; None: there is no
+        room, or it is being kept already."""
+        if len(chunk.token_ids) < self._min_tokens:
+            return None
+        context = HARVESTED if start > first_start else HARVESTED_FIRST
+        kept = replace(chunk, context=context)
+        if (key := self._chunks.reserve(kept)) is None:
+            return None
+        return CollectPlan(start, num_prompt_tokens=start + len(kept.token_ids), key=key, chunk=kept)
+
+    def marked(
+        self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
+    ) -> list[list[ChunkIds]]:
+        """The chunks that a request names, each with all contexts that it may be known by, the one
+        that suits its place best first."""
         return [
-            ChunkIds(tenant, tokens[start:end], self._contexts.at(start, blend_request.spans[0][0]))
+            [
+                ChunkIds(tenant, tokens[start:end], context)
+                for context in self._contexts.by_fit(start, blend_request.spans[0][0])
+            ]
             for start, end in blend_request.spans
         ]
 
-    def known(self, chunk: ChunkIds) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
-        """The key of a chunk that is in memory, else of the same tokens' for another place; and what
-        that is computed behind."""
-        for context in dict.fromkeys((chunk.context, *self._contexts[:2])):
-            if (key := self._chunks.get(replace(chunk, context=context))) is not None:
-                return key, context
+    def known(self, chunks: Sequence[ChunkIds]) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
+        """The first of these that is in memory: its key, and what it is computed after."""
+        for chunk in chunks:
+            if (key := self._chunks.get(chunk)) is not None:
+                return key, chunk.context
         return None, None
 
     def _find(self, tenant: str, windows: Windows, taken: list[KeyedSpan]) -> list[KeyedSpan]:
@@ -86,7 +139,7 @@ class Lookup:
         prompt = windows.head(len(windows.tokens) - 1)
         runs = [
             (run, context)
-            for context in dict.fromkeys(self._contexts[:2])
+            for context in self._contexts.known
             for run in self._chunks.find(tenant, context, prompt, self._min_tokens)
         ]
         places = [(span.start, span.end) for span in taken]
@@ -95,32 +148,46 @@ class Lookup:
         spans = []
         for run, context in suited:
             assert isinstance(run.key, bytes)
-            behind = context + self._chunks.chunk(run.key).token_ids[: run.offset]
-            same_length = len(behind) == run.start
-            exact = same_length and windows.tokens[: run.start].tolist() == list(behind)
+            before = context + self._chunks.chunk(run.key).token_ids[: run.offset]
+            same_length = len(before) == run.start
+            exact = same_length and windows.tokens[: run.start].tolist() == list(before)
             spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, exact))
-            if context != (better := self._contexts.at(run.start, first_start)):
-                self.miss(replace(self._chunks.chunk(run.key), context=better))
+            if context not in (better := self._contexts.suited_at(run.start, first_start)):
+                self.miss(replace(self._chunks.chunk(run.key), context=better[0]))
         return spans
 
     def miss(self, chunk: ChunkIds) -> None:
-        """A chunk is not in memory: it is fetched, or computed in the background."""
-        if self._fetches is None:
+        """A chunk is not in memory: it is fetched, or computed in the background; one that was kept
+        from a request's prefill is kept from the next."""
+        computes = chunk.context not in (HARVESTED, HARVESTED_FIRST)
+        if self._fetches is not None:
+            self._fetches.ask(chunk, computes)
+        elif computes:
             self._background.add(chunk)
-        else:
-            self._fetches.ask(chunk)
 
-    def _learn(self, tenant: str, tokens: TokenIds, windows: Windows, spans: list[KeyedSpan]) -> None:
-        """Text of earlier prompts that comes back behind other text becomes a chunk."""
+    def _learn(
+        self, tenant: str, tokens: TokenIds, windows: Windows, taken: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, ChunkIds]]:
+        """Text of earlier prompts that comes back after other text becomes a chunk.
+
+        Args:
+            taken: places of the prompt that are chunks'.
+
+        Returns:
+            Where each begins, and the chunk.
+        """
         # a chunk that is too short to be found would be learned again and again
         known = windows.head(len(tokens) - 1)
-        starts = [span.start for span in spans]
+        starts = [start for start, _ in taken]
+        learned = []
         for run in self._recent.find(known, max(LEARNED_TOKENS, self._min_tokens)):
-            covered = any(run.start < span.end and span.start < run.end for span in spans)
+            covered = any(run.start < end and start < run.end for start, end in taken)
             assert isinstance(run.key, tuple)
             if run.start > 0 and not covered and run.key[0] == tenant:
-                starts.append(run.start)
-                context = self._contexts.at(run.start, min(starts))
-                self.miss(ChunkIds(tenant, tokens[run.start : run.end], context))
+                for start, end in pieces(run.start, run.end, self._max_tokens):
+                    starts.append(start)
+                    context = self._contexts.at(start, min(starts))
+                    learned.append((start, ChunkIds(tenant, tokens[start:end], context)))
         self._num_seen += 1
         self._recent.add((tenant, self._num_seen), windows)
+        return learned

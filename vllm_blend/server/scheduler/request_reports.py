@@ -49,6 +49,7 @@ class Reports:
         plan: KeyedPlan | None,
         *,
         missed: int,
+        harvested: int,
         why_not: str,
         lookup_seconds: float,
         asked: bool,
@@ -57,11 +58,14 @@ class Reports:
         """A request was planned; ``asked``: its client wants to know.
 
         Args:
+            harvested: of its reused chunks, those that were kept from another request's prefill, after
+                what stood before them there.
             decided: what the controller decided, and why (``Waiting.told``).
         """
         report = {
             "prompt_tokens": num_prompt_tokens,
             "missed_chunks": missed,
+            "harvested_chunks": harvested,
             "lost_chunks": {},
             "loaded_chunks": 0,
             "lookup_seconds": lookup_seconds,

@@ -22,7 +22,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from vllm_blend.core.plans import EXTRA_ARG, KeyedPlan
+from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, KeyedPlan
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
 from vllm_blend.server.chunks.prefix_cache import (
     BlendKVCacheManager,
@@ -62,7 +63,8 @@ class BlendScheduler:
         settings = ServerSettings.of(self.vllm_config)
         assert settings is not None  # else plugin/hooks.py would not have chosen this class
         self.blend_settings = settings
-        self.blend_token_bytes = bytes_per_token(self.vllm_config)
+        storage = (settings.store or {}).get("storage", "auto")
+        self.blend_token_bytes = bytes_per_token(self.vllm_config, storage)
         self.blend_chunks = ChunkRegistry(settings.chunk_bytes // self.blend_token_bytes)
         self._block_size = kwargs["hash_block_size"]
         hasher = None
@@ -94,8 +96,10 @@ class BlendScheduler:
             self.blend_fetches,
             self.blend_own.contexts,
             settings.min_chunk_tokens,
+            settings.max_chunk_tokens,
         )
         self._plans: dict[str, KeyedPlan] = {}
+        self._harvests: dict[str, list[ChunkKey]] = {}  # by request; what is kept of its prefill
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
         self._rows_left = self._step_rows
         self._store_stats: dict[str, int] = {}
@@ -143,7 +147,12 @@ class BlendScheduler:
         if state is State.DECIDE:
             fetches.decide(waiting, marked, len(tokens), calibration)
         else:
-            missing = [chunk for chunk in marked if self.blend_lookup.known(chunk)[0] is None]
+            missing = [
+                chunk
+                for variants in marked
+                if self.blend_lookup.known(variants)[0] is None
+                for chunk in variants[: self.blend_own.contexts.num_suited]
+            ]
             found = []
             if waiting.blend_request.auto:
                 found = fetches.find(tenant, tokens[:-1], self.blend_settings.min_chunk_tokens)
@@ -173,9 +182,10 @@ class BlendScheduler:
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
         tenant = _tenant(request, blend_request)
-        spans, missed = self.blend_lookup(tenant, tokens, blend_request)
+        found = self.blend_lookup(tenant, tokens, blend_request)
+        spans = found.spans
         unmarked = blend_request.why_not or "no chunk in the prompt"
-        why = "" if spans else "no chunk is known yet" if missed else unmarked
+        why = "" if spans else "no chunk is known yet" if found.missed else unmarked
         settings, decision = blend_request.settings, waited.decision if waited is not None else None
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
@@ -183,10 +193,13 @@ class BlendScheduler:
             spans, why = [], decision.reason
         params.extra_args = {k: v for k, v in params.extra_args.items() if k != EXTRA_ARG}
         plan = None
+        timed = blend_request.report or bool(self.log_stats)
+        whole = KeyedPlan(tuple(spans), settings, timed, tuple(found.harvest))
+        if found.harvest:
+            params.extra_args[EXTRA_ARG] = whole
+            self._harvests[request.request_id] = [kept.key for kept in found.harvest if kept.key]
         if spans:
-            timed = blend_request.report or bool(self.log_stats)
-            plan = KeyedPlan(tuple(spans), settings, timed)
-            params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan
+            params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan = whole
             self.blend_chunks.pin(span.key for span in spans)
             if self._caching:
                 name_blocks(request, plan, tenant, self._block_size)
@@ -194,7 +207,8 @@ class BlendScheduler:
             request.request_id,
             len(tokens),
             plan,
-            missed=missed,
+            missed=found.missed,
+            harvested=found.num_harvested if spans else 0,
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
             asked=blend_request.report,
@@ -302,6 +316,7 @@ class BlendScheduler:
         plan = self._plans.pop(request_id, None)
         if plan is not None:
             self.blend_chunks.unpin(span.key for span in plan.spans)
+        self._end_harvest(request_id)
 
     # --- results --------------------------------------------------------------------------------
 
@@ -331,6 +346,11 @@ class BlendScheduler:
             self.blend_reports.fail(request_id)
         for lost in events.lost:
             self._lose(lost)
+        for key in events.kept:
+            chunk = self.blend_chunks.coming(key)  # None: its request was aborted meanwhile
+            if chunk is not None and chunk.context in (HARVESTED, HARVESTED_FIRST):
+                self.blend_chunks.commit(key)
+                self.blend_own.background.score(key, chunk)
         for key, found in events.fetched.items():
             assert self.blend_fetches is not None
             self.blend_fetches.answer(key, found)
@@ -342,6 +362,15 @@ class BlendScheduler:
             self.blend_fetches.learn(events.loads)
             self.blend_fetches.found(key, place)
         self._store_stats = events.store or self._store_stats
+
+    def _end_harvest(self, request_id: str) -> list[ChunkIds]:
+        """Gives up what is still to come of a request's prefill; returns that."""
+        left = []
+        for key in self._harvests.pop(request_id, ()):
+            if (chunk := self.blend_chunks.coming(key)) is not None:
+                self.blend_chunks.cancel(key)
+                left.append(chunk)
+        return left
 
     def _lose(self, lost: Lost) -> None:
         """A chunk's KV is not where it should be: it will be computed again.
@@ -378,6 +407,8 @@ class BlendScheduler:
             if ended:
                 self.blend_own.finish(request_id, output)
             return True
+        for chunk in self._end_harvest(request_id):  # its prefill has ended: the prefix cache had part
+            self.blend_lookup.miss(self.blend_own.contexts.by_itself(chunk))
         self.blend_reports.attach(output)
         if ended:
             self._forget(request_id)

@@ -28,7 +28,7 @@ MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
 FOUND_TOKENS, FOUND_TENANTS = 1_000_000, 256
 """Auto mode: tokens of a tenant's chunks in lower tiers that are found by content, and tenants; with a
-stand-in, of a tenant's chunks computed behind the same, and such sets."""
+stand-in, of a tenant's chunks computed after the same, and such sets."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -39,7 +39,7 @@ class Fetches:
     Args:
         chunks: where those that are there become known.
         background: where the others are computed.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Fetches:
         self._background = background
         self._contexts = contexts
         self._pending: dict[ChunkKey, ChunkIds] = {}
+        self._to_compute: set[ChunkKey] = set()  # of these, where they are not to be had
         self._to_ask: list[tuple[ChunkKey, ChunkIds]] = []
         self._to_locate: dict[ChunkKey, ChunkIds] = {}
         # by tenant and context, the last used last: chunks that are not in memory
@@ -63,11 +64,17 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._pending) + list(self._claims.values()).count(False)
 
-    def ask(self, chunk: ChunkIds) -> ChunkKey | None:
-        """Asks for a chunk; None if it is being computed, or here, already."""
+    def ask(self, chunk: ChunkIds, compute: bool = True) -> ChunkKey | None:
+        """Asks for a chunk; None if it is being computed, or here, already.
+
+        Args:
+            compute: where it is not to be had, it is computed in the background.
+        """
         key = chunk_key(chunk)
         if key in self._background or key in self._chunks:
             return None
+        if compute:
+            self._to_compute.add(key)
         if key not in self._pending:
             self._pending[key] = chunk
             self._to_ask.append((key, chunk))
@@ -102,7 +109,7 @@ class Fetches:
         """Chunks that are not in memory, of which a prompt has at least a part."""
         indexes = {
             context: self._index((tenant, context))
-            for context in dict.fromkeys(self._contexts[:2])
+            for context in self._contexts.known
             if (tenant, context) in self._below
         }
         if not indexes:
@@ -139,18 +146,23 @@ class Fetches:
             self._loads[tier] = LoadTime(latency_s, 1 / byte_s if byte_s > 0 else float("inf"))
 
     def decide(
-        self, request: Waiting, marked: Sequence[ChunkIds], num_tokens: int, pace: Calibration
+        self,
+        request: Waiting,
+        marked: Sequence[Sequence[ChunkIds]],
+        num_tokens: int,
+        pace: Calibration,
     ) -> None:
         """Decides which marked chunks a request waits for, by where they are; it then waits.
 
         Args:
-            marked: the chunks that the request names.
+            marked: the chunks that the request names, each with all contexts that it may be known by.
             num_tokens: of its prompt.
         """
         chunks: list[Located] = []
         tiers: list[str | None] = []
-        keys = [chunk_key(chunk) for chunk in marked]
-        for key, chunk in zip(keys, marked, strict=True):
+        nearest = [self._nearest(request, variants) for variants in marked]
+        keys = [chunk_key(chunk) for chunk in nearest]
+        for key, chunk in zip(keys, nearest, strict=True):
             size = len(chunk.token_ids)
             tier, num_bytes = request.places.get(key, (None, 0))
             if key not in request.looked_for:
@@ -163,12 +175,23 @@ class Fetches:
         other = num_tokens - sum(chunk.num_tokens for chunk in chunks)
         decision = pace.decide(chunks, self._loads, other)
         request.decision, request.tiers = decision, tuple(tiers)
-        of_key = zip(keys, marked, decision.load, strict=True)
+        of_key = zip(keys, nearest, decision.load, strict=True)
         self.wait(request, [c for key, c, load in of_key if load and key in request.looked_for])
+
+    def _nearest(self, request: Waiting, variants: Sequence[ChunkIds]) -> ChunkIds:
+        """Of one chunk's: that which is in memory, else in a tier, else the first."""
+
+        def rank(chunk: ChunkIds) -> int:
+            key = chunk_key(chunk)
+            if key in self._chunks:
+                return 0
+            return 1 if request.places.get(key, (None, 0))[0] is not None else 2
+
+        return min(variants, key=rank)
 
     def take_commands(self, drop: tuple[ChunkKey, ...]) -> WorkerCommands:
         """What the model's process is to do; ``drop`` beside it."""
-        contexts = frozenset((self._contexts.first, self._contexts.later))
+        contexts = frozenset(self._contexts.known)
         commands = WorkerCommands(
             drop,
             fetch=tuple(self._to_ask),
@@ -183,8 +206,11 @@ class Fetches:
         chunk = self._pending.pop(key)
         if not found and chunk.shelf in self._below:
             self._below[chunk.shelf].remove(key)
+        compute = key in self._to_compute
+        self._to_compute.discard(key)
         if not found:
-            self._background.add(chunk)
+            if compute:
+                self._background.add(chunk)
         elif self._chunks.reserve(chunk) is None:
             self._chunks.refuse(key)
         else:
@@ -195,7 +221,8 @@ class Fetches:
 
     def wait(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait for chunks."""
-        asked = {key: chunk for chunk in missing if (key := self.ask(chunk)) is not None}
+        compute = not self._contexts.harvest  # else it is kept from the request's own prefill
+        asked = {key: chunk for chunk in missing if (key := self.ask(chunk, compute)) is not None}
         num_tokens = sum(len(chunk.token_ids) for chunk in asked.values())
         seconds = max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3)) if asked else 0.0
         request.wait(asked, time.monotonic(), seconds)

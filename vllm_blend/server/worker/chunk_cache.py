@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from vllm_blend.core.kv import StoredKV
+import torch
+
+from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan
-from vllm_blend.core.static_scores import movement
-from vllm_blend.core.step import BlendStep
+from vllm_blend.core.static_scores import scores_of
 from vllm_blend.server.messages import Lost, WorkerCommands, WorkerEvents
+from vllm_blend.server.worker.collected import Distances, HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.server.worker.tier_io import TierIO
 
@@ -19,14 +21,15 @@ class ChunkCache:
 
     Attributes:
         tiers: of the store, or None.
-        memory: where KV that comes from a GPU goes; None without a GPU, whose KV stays where it is.
+        memory: where KV that is computed goes.
     """
 
     def __init__(self) -> None:
         self.tiers: TierIO | None = None
-        self.memory: PinnedMemory | None = None
+        self.memory = PinnedMemory(0)
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
+        self._kept: list[ChunkKey] = []
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -71,44 +74,66 @@ class ChunkCache:
                 kv = self.tiers.nearest(span.key) or kv
             tokens = kv.tokens(span.offset, end)
             spans.append(ChunkSpan(span.start, tokens, exact=span.exact))
-        return BlendPlan(tuple(spans), plan.settings, plan.timed) if spans else None
+        if not spans and not plan.harvest:
+            return None
+        return BlendPlan(tuple(spans), plan.settings, plan.timed, plan.harvest)
 
-    def keep(self, step: BlendStep) -> None:
-        """Keeps what the step collected under a key, once it is whole."""
-        for request in step.collected:
-            plan = request.plan
-            assert isinstance(plan, CollectPlan)
-            if plan.key is None or request.position + request.num_rows < plan.num_prompt_tokens:
-                continue
-            # vLLM may hand the plan over again after a preemption: it starts anew
-            kv, plan.kv = StoredKV(tuple(plan.kv)), []
-            if plan.scored:
-                base = self._chunks.get(plan.key)
-                if base is None:  # dropped meanwhile
-                    continue
-                kv = replace(base, scores=movement(base, kv))
-            in_store = False
-            if self.tiers is not None and plan.chunk is not None:
-                in_store = self.tiers.put(plan.key, plan.chunk, kv)
-            if not in_store and not plan.scored and self.memory is not None:
-                kv = self.memory.copy(plan.key, kv)
-            self._chunks[plan.key] = kv
+    def collect(self, plan: CollectPlan, shape: KVShape, device: torch.device) -> None:
+        """Gives a plan a place for the K and V that come from ``device``.
+
+        Args:
+            shape: the model's.
+        """
+        assert plan.key is not None
+        if not plan.scored:
+            plan.into = HostRows(self.memory.reserve(plan.key, shape, plan.num_tokens))
+        elif (base := self._chunks.get(plan.key)) is not None:  # else it was dropped meanwhile
+            plan.into = Distances(base, shape, device)
+
+    def distances(self, plan: CollectPlan) -> torch.Tensor | None:
+        """Of a chunk that was computed behind something else for its scores: what this rank's heads
+        bring to them (``core/static_scores.py``); None: what is stored was dropped meanwhile."""
+        return plan.into.sums() if isinstance(plan.into, Distances) else None
+
+    def keep(self, plan: CollectPlan, parts: torch.Tensor | None = None) -> None:
+        """Keeps what was collected under a key, if it is whole.
+
+        Args:
+            parts: the sum of all ranks' ``distances``; of a plan that is scored.
+        """
+        assert plan.key is not None
+        # vLLM may hand the plan over again after a preemption: it starts anew
+        is_whole, into = plan.is_whole, plan.into
+        plan.restart()
+        if not is_whole or into is None or (plan.scored and plan.key not in self._chunks):
+            return
+        if isinstance(into, HostRows):
+            kv = into.kv()
+            self._kept.append(plan.key)
+        else:
+            assert parts is not None
+            kv = replace(self._chunks[plan.key], scores=scores_of(parts))
+        if self.tiers is not None and plan.chunk is not None:
+            self.tiers.put(plan.key, plan.chunk, kv)
+        self._chunks[plan.key] = kv
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Forgets chunks; one that is not here is no error."""
         for key in keys:
             self._chunks.pop(key, None)
-            if self.memory is not None:
-                self.memory.free(key)
+            self.memory.free(key)
             if self.tiers is not None:
                 self.tiers.forget(key)
 
     def collect_events(self) -> WorkerEvents | None:
         """What there is to tell the scheduler, but for times."""
-        events = WorkerEvents(lost=self._lost)
-        self._lost = []
+        events = WorkerEvents(lost=self._lost, kept=self._kept)
+        self._lost, self._kept = [], []
         if self.tiers is not None:
-            self._chunks |= {k: kv for k, kv in self.tiers.settled().items() if k in self._chunks}
+            for key, kv in self.tiers.settled().items():
+                if key in self._chunks:
+                    self._chunks[key] = kv
+                    self.memory.free(key)
             fetched = self.tiers.fetched()
             self._chunks |= {key: kv for key, kv in fetched.items() if kv is not None}
             events.fetched = {key: kv is not None for key, kv in fetched.items()}

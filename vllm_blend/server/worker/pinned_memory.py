@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
-from vllm_blend.core.kv import StoredKV
-from vllm_blend.core.layers import BlockLayers
+from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkKey
 from vllm_blend.store.arena import Arena, Extent
 
@@ -24,27 +25,21 @@ class PinnedMemory:
         self._arena = Arena(num_bytes, pinned)
         self._extents: dict[ChunkKey, Extent] = {}
 
-    def copy(self, key: ChunkKey, kv: StoredKV) -> StoredKV:
-        """A copy of ``kv``, there when this returns; in memory of its own if no room is left.
-
-        Its scores, in host memory already, are not copied.
-        """
+    def reserve(self, key: ChunkKey, shape: KVShape, num_tokens: int) -> torch.Tensor:
+        """Room for a chunk, ``[num_layers, 2, num_tokens, num_kv_heads, head_size]``; memory of its own
+        if none is left."""
         self.free(key)
-        extent = self._arena.allocate(kv.num_bytes)
+        size = shape.num_layers, 2, *shape.of(num_tokens)
+        num_bytes = prod(size) * shape.dtype.itemsize
+        extent = self._arena.allocate(num_bytes)
         if extent is None:
-            pin = kv.layers[0][0].is_cuda
-            memory = torch.empty(kv.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            memory = torch.empty(
+                num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available()
+            )
         else:
             self._extents[key] = extent
-            memory = self._arena.tensor(extent, kv.num_bytes)
-        k, _ = kv.layers[0]
-        block = memory.view(k.dtype).view(len(kv.layers), 2, *k.shape)
-        for place, layer in zip(block, kv.layers, strict=True):
-            for part, tensor in zip(place, layer, strict=True):
-                part.copy_(tensor, non_blocking=True)
-        if k.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        return StoredKV(BlockLayers(block), kv.scores)
+            memory = self._arena.tensor(extent, num_bytes)
+        return memory.view(shape.dtype).view(size)
 
     def free(self, key: ChunkKey) -> None:
         """Gives a chunk's memory back, once nobody holds its KV; one that is not here is no error."""

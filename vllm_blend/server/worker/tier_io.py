@@ -31,7 +31,7 @@ PENDING, MISSING, FOUND = range(3)
 
 
 class TierIO:
-    """Writes chunks behind, and fetches them.
+    """Writes chunks later, and fetches them.
 
     Args:
         store: it is closed when it is forgotten, or when the process ends.
@@ -63,14 +63,19 @@ class TierIO:
         """
         from vllm_blend.store import model_key, open_store
 
-        key = model_key(
-            vllm_config, shape, tensor_parallel.rank(), storage=values.get("storage", "auto")
-        )
         host_gb = values["host_gb"] / tensor_parallel.num_ranks()
-        return cls(open_store({**values, "host_gb": host_gb}), key)
+        store = open_store({**values, "host_gb": host_gb})
+        try:
+            key = model_key(
+                vllm_config, shape, tensor_parallel.rank(), store.storage, store.checksum_key
+            )
+        except FileNotFoundError:
+            store.close()
+            raise
+        return cls(store, key)
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
-        """Keeps a chunk, from behind; False if too much waits already."""
+        """Keeps a chunk, later; False if too much waits already."""
         store_key = self._names[key] = self._key(chunk)
         if not self.store.put(store_key, kv):
             return False

@@ -1,8 +1,8 @@
-"""The command line that the example scripts share.
+"""Runs methods on examples; the example scripts share it.
 
+python -m vllm_blend.eval run --task musique --data musique.jsonl.gz --methods full reuse hkvd@0.16
+python -m vllm_blend.eval run --task synthetic --synthetic cut --limit 100 --output out/cut
 python example/blend_musique.py                                     # a small set of our own
-python example/blend_musique.py --data musique.jsonl.gz --methods full reuse hkvd@0.16 ahead@0.08
-python -m vllm_blend.eval --task synthetic --synthetic cut --limit 100 --output out/cut
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_blend.eval.command import command_parser
 from vllm_blend.eval.data import Example, read_examples
 from vllm_blend.eval.methods import BEHIND, PLAIN, split_behind
 from vllm_blend.eval.synthetic import KINDS, synthetic
@@ -27,11 +28,9 @@ if TYPE_CHECKING:
 METHODS = ("full", "prefix", "reuse", "hkvd@0.16", "hkvd@0.16:mask=bottom_right", "mapreduce")
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def examples_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:
     """Options of a run over examples, whatever methods it compares."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(description, command)
     parser.add_argument(
         "--data", type=Path, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
     )
@@ -66,12 +65,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_parser(description: str | None) -> argparse.ArgumentParser:
+def run_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:
     """The same, and which methods."""
-    parser = parser_of(description)
+    parser = examples_parser(description, command)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME")
     parser.add_argument(
-        "--behind", choices=BEHIND, help="compute the chunks of all that blend behind this (methods.py)"
+        "--behind", choices=BEHIND, help="compute the chunks of all that blend after this (methods.py)"
     )
     parser.add_argument(
         "--no-answers", action="store_true", help="KL and agreement only, twice as fast"
@@ -89,7 +88,7 @@ def methods_of(options: argparse.Namespace) -> list[str]:
 
 
 def make_blender(model: Path | None, max_model_len: int, head: str = "", **engine: Any) -> Blender:
-    """An in-process engine that prefills a prompt in one step, on raw text behind ``head``.
+    """An in-process engine that prefills a prompt in one step, on raw text after ``head``.
 
     Prefix caching is on, since it is one of the methods; requests of others are salted apart.
 
@@ -115,13 +114,13 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "", **engin
         disable_log_stats=False,
     )
     llm = LLM(model=str(model or embedded_model()), **chosen | engine)
-    return Blender(llm, chat=False, head=head, stand_in="")  # methods say what chunks are behind
+    return Blender(llm, chat=False, head=head, stand_in="")  # methods say what comes before a chunk
 
 
 def runner_of(
     task_name: str, options: argparse.Namespace, answers: bool, default_output: str
 ) -> tuple[Runner, Task]:
-    """What ``parser_of``'s options say: an engine, the protocol, the folder, the task."""
+    """What ``examples_parser``'s options say: an engine, the protocol, the folder, the task."""
     from vllm_blend.eval.runner import Protocol, Runner
 
     task = TASKS[task_name]
@@ -166,8 +165,8 @@ def run_task(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``python -m vllm_blend.eval``: any task."""
-    parser = run_parser(__doc__)
+    """Any task."""
+    parser = run_parser(__doc__, "run")
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--synthetic", choices=KINDS, help="made-up examples instead of --data")
     parser.add_argument("--people", type=int, default=3, help="in a synthetic example (3)")

@@ -1,0 +1,186 @@
+"""A server that has seen nothing, stock against blending: the same requests to both, driven by vLLM's
+own ``bench serve`` client, with what each third of them took.
+
+A chunk of a request was seen before with the given probability (then drawn by Zipf's law among those
+seen so far), else it is new. The prefix cache is on in both servers; nothing is warmed up but the
+model. The last line is one JSON object.
+
+    python benchmarks/bench_cold.py --seen 0 0.6 --concurrency 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import random
+import re
+import statistics
+import tempfile
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from bench_serve import (
+    SEPARATOR,
+    documents,
+    get,
+    log_of,
+    make_shape,
+    plugin_environment,
+    post,
+    reset_prefix_cache,
+    run_client,
+    server,
+    wait_for,
+)
+from harness import hardware, print_table, samples
+from ttft_shapes import SHAPES
+
+from vllm_blend import embedded_model
+
+REUSED = re.compile(r'vllm:blend_prompt_tokens_total\{.*source="reused".*\} (\S+)')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
+    parser.add_argument("--shape", choices=SHAPES, help="instead: this shape, dummy weights")
+    parser.add_argument("--tokenizer", type=pathlib.Path, help="of --shape (default: SmolLM2's folder)")
+    parser.add_argument("--requests", type=int, default=60, help="of each trace (60)")
+    parser.add_argument("--chunks", type=int, default=5, help="documents a request (5)")
+    parser.add_argument("--chunk-tokens", type=int, nargs=2, default=[300, 500], metavar=("FROM", "TO"))
+    parser.add_argument("--seen", type=float, nargs="+", default=[0, 0.3, 0.6, 0.9])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8])
+    parser.add_argument("--output-tokens", type=int, default=16, help="a request (16)")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of the server, as JSON")
+    parser.add_argument("--server-args", default="--dtype float32 --max-model-len 8192")
+    parser.add_argument("--logs", type=pathlib.Path, help="leave the servers' logs there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(options, pathlib.Path(folder))
+
+
+def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
+    """Starts both servers and prints what they did."""
+    model = str(options.model or embedded_model())
+    if options.shape:
+        model = str(make_shape(options.shape, options.tokenizer or embedded_model(), folder))
+    settings = {"ram_gb": 4, "log_requests": False, "separator": SEPARATOR, "report_sizes": True}
+    config = json.dumps({"vllm_blend": settings | options.settings})
+    rows, results = [], []
+    with ExitStack() as stack:
+        urls = {}
+        for kind, arguments, environment in (
+            ("stock", [], {"VLLM_PLUGINS": ""}),
+            ("blend", ["--additional-config", config], plugin_environment(folder)),
+        ):
+            arguments = [*options.server_args.split(), *arguments]
+            started = server(model, arguments, environment, log_of(kind, options.logs))
+            urls[kind] = wait_for(kind, stack.enter_context(started))
+        for url in urls.values():  # kernels that are compiled at first use
+            post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
+        total = options.requests * options.chunks * len(options.seen) * len(options.concurrency)
+        corpus = iter(documents(total, options.chunk_tokens, pathlib.Path(model)))
+        for seed, (seen, concurrency) in enumerate(
+            (seen, concurrency) for seen in options.seen for concurrency in options.concurrency
+        ):
+            prompts = trace(corpus, options.requests, options.chunks, seen, seed)
+            step = -(-len(prompts) // 3)
+            for third in range(3):
+                part = prompts[third * step : (third + 1) * step]
+                order = list(urls) if third % 2 else [*urls][::-1]
+                for kind in order:
+                    reset_prefix_cache(urls[kind])
+                    found = measure(urls[kind], kind, model, part, concurrency, options)
+                    found |= {
+                        "server": kind,
+                        "seen": seen,
+                        "at_a_time": concurrency,
+                        "third": third + 1,
+                    }
+                    print(json.dumps(found), flush=True)
+                    results.append(found)
+        for seen in options.seen:
+            for concurrency in options.concurrency:
+                rows += table_rows(results, seen, concurrency)
+    print(f"\n{hardware()}; {options.shape or model}; {torch.get_num_threads()} threads\n")
+    head = [
+        "seen before",
+        "at a time",
+        "third",
+        "requests/s",
+        "of stock's",
+        "TTFT p50 (s)",
+        "of stock's",
+    ]
+    print_table([*head, "TTFT p95 (s)", "of stock's", "tokens reused"], rows)
+    print(json.dumps({"hardware": hardware(), "requests": options.requests, "results": results}))
+
+
+def trace(corpus: Any, count: int, chunks: int, seen: float, seed: int) -> list[str]:
+    """Prompts whose documents were in an earlier one with probability ``seen``."""
+    choose = random.Random(seed)
+    questions = [sample["query"] for sample in samples()]
+    past: list[str] = []
+    prompts = []
+    for _ in range(count):
+        drawn: dict[str, None] = {}
+        while len(drawn) < chunks:
+            if len(past) > chunks and choose.random() < seen:
+                weights = [1 / rank for rank in range(1, len(past) + 1)]
+                drawn[choose.choices(past, weights)[0]] = None
+            else:
+                drawn[next(corpus)] = None
+        past += [text for text in drawn if text not in past]
+        parts = ["Read the documents.\n\n", *(f"{text}\n\n" for text in drawn)]
+        prompts.append(SEPARATOR.join([*parts, f"Question: {choose.choice(questions)}\nAnswer:"]))
+    return prompts
+
+
+def measure(
+    url: str, kind: str, model: str, prompts: list[str], concurrency: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What some requests took, and what share of their tokens was reused."""
+    before = reused_tokens(url)
+    sent = prompts if kind == "blend" else [prompt.replace(SEPARATOR, "") for prompt in prompts]
+    limits = ["--max-concurrency", str(concurrency), "--save-detailed"]
+    blend: dict[str, Any] | None = {} if kind == "blend" else None
+    found = run_client(url, model, sent, limits, options.output_tokens, blend)
+    assert found["completed"] == len(prompts), found
+    reused = reused_tokens(url) - before
+    ttfts = sorted(found["ttfts"])
+    return {
+        "requests_per_s": found["request_throughput"],
+        "ttft_p50_s": statistics.median(ttfts),
+        "ttft_p95_s": ttfts[int(0.95 * (len(ttfts) - 1))],
+        "reused_share": reused / found["total_input_tokens"],
+    }
+
+
+def reused_tokens(url: str) -> float:
+    """The blending server's counter of reused tokens."""
+    return sum(float(value) for value in REUSED.findall(get(f"{url}/metrics")))
+
+
+def table_rows(results: list[dict[str, Any]], seen: float, concurrency: int) -> list[list[str]]:
+    """A row for each third: the blending server, and how it stands to stock."""
+    rows = []
+    for third in (1, 2, 3):
+        of = {
+            r["server"]: r
+            for r in results
+            if (r["seen"], r["at_a_time"], r["third"]) == (seen, concurrency, third)
+        }
+        blend, stock = of["blend"], of["stock"]
+        row = [f"{seen:.0%}", str(concurrency), str(third)]
+        for name in ("requests_per_s", "ttft_p50_s", "ttft_p95_s"):
+            row += [f"{blend[name]:.3g}", f"{blend[name] / stock[name]:.2f}"]
+        rows.append([*row, f"{blend['reused_share']:.0%}"])
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Where one of two tensor-parallel ranks fails to blend, both compute the step in full and serve on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from engines import Engine, make_llm, tiny_model
+from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
+
+from vllm_blend.model.guard import MAX_FAILURES
+
+pytestmark = pytest.mark.slow
+
+VOCAB = 320
+STAGES = {
+    "resolve": ("server.worker.chunk_cache:ChunkCache.resolve", "static", 1),
+    "plan": ("plugin.step_requests:plan_step", "static", 1),
+    "frame": ("model.blending:Blending._frame_of", "static", 1),
+    "ask": ("model.lookahead:Questions.received", "ahead", 1),
+    "hear": ("model.lookahead:Questions.hear", "ahead", 1),
+    "load asked": ("model.kv_loader:StoredLayers.old_kv", "ahead*static", 2),
+    "choose": ("model.select.early:choose", "static", 1),
+    "choose asked": ("model.select.early:choose", "ahead", 1),
+    "shrink": ("model.active_rows:ActiveRows.shrink", "static", 1),
+    "describe": ("model.active_rows:ActiveRows.describe", "static", 1),
+    "load": ("model.kv_loader:StoredLayers.old_kv", "static", 2),
+    "fuse": ("attention.cpu:CPUBlendImpl.fuse", "static", 1),
+    "fuse late": ("attention.cpu:CPUBlendImpl.fuse", "static", 4),
+    "scatter": ("model.rows:scattered", "static", 1),
+    "loop: load": ("model.kv_loader:StoredLayers.old_kv", "hkvd", 1),
+    "loop: fresh": ("model.select.check_layer:CheckLayerCandidates.fresh_v", "hkvd*query", 1),
+    "loop: candidates": ("model.active_rows:ActiveRows.candidates", "hkvd", 1),
+    "loop: choose": ("model.loop:choose_rows", "hkvd", 1),
+    "loop: shrink": ("model.active_rows:ActiveRows.shrink", "hkvd", 1),
+    "loop: fuse": ("attention.cpu:CPUBlendImpl.fuse", "hkvd", 2),
+}
+
+
+@dataclass
+class TwoRanks(Engine):
+    """An engine whose workers are processes of their own."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def ids(self, count: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(10, VOCAB, (count,), generator=generator).tolist()
+
+    def tell(self, method: str, *args: Any) -> list[Any]:
+        found: list[Any] = self.llm.collective_rpc(method, args=args)
+        return found
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    folder = tiny_model("llama", tmp_path_factory.mktemp("model"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a rank wants a NUMA node of its own
+        options: dict[str, Any] = dict(
+            tensor_parallel_size=2,
+            worker_extension_cls="failing_worker.Faults",
+            additional_config={"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}},
+            enable_prefix_caching=True,
+        )
+        with make_llm(folder, **options) as llm:
+            engine = TwoRanks(llm, folder)
+            drain(engine)
+            yield engine
+
+
+@pytest.fixture(autouse=True)
+def mended(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        engine.tell("mend")
+        engine.tell("forgive")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_fails_makes_the_step_a_full_prefill(
+    engine: TwoRanks, stage: str, rank: int
+) -> None:
+    """Beside it in the same step: a plain request. After it: one that blends again."""
+    place, policy, nth = STAGES[stage]
+    prompt, spans = prompt_of(engine, [1, 2, 3])
+    other, _ = prompt_of(engine, [4])
+    full, plain = (answer(o) for o in outputs(engine, [prompt, other], [None, None]))
+    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
+    outputs(engine, [prompt], [field])
+    drain(engine)
+    scheduler(engine).reset_prefix_cache()
+    engine.tell("fail_at", rank, f"vllm_blend.{place}", nth)
+    found, beside = outputs(engine, [prompt, other], [field, None])
+    assert sum(engine.tell("mend")) >= nth
+    assert answer(found) == full and answer(beside) == plain
+    assert report(found)["reused_tokens"] == 0 and "blending failed" in report(found)["why_not"]
+    scheduler(engine).reset_prefix_cache()
+    (after,) = outputs(engine, [prompt], [field])
+    assert report(after)["reused_tokens"] == 300 and not report(after)["why_not"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", ["keep", "collect"])
+def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
+    engine: TwoRanks, rank: int, stage: str
+) -> None:
+    place, nth = {
+        "keep": ("server.worker.chunk_cache:ChunkCache.keep", 1),
+        "collect": ("core.plans:CollectPlan.write", 3),
+    }[stage]
+    prompt, spans = prompt_of(engine, [100 + 10 * nth + rank, 200 + 10 * nth + rank])
+    full = answer(*outputs(engine, [prompt], [None]))
+    engine.tell("fail_at", rank, f"vllm_blend.{place}", nth)
+    outputs(engine, [prompt], [{"spans": spans}])
+    drain(engine)
+    assert sum(engine.tell("mend")) >= nth
+    scheduler(engine).reset_prefix_cache()
+    (found,) = outputs(engine, [prompt], [{"spans": spans, "recomp_ratio": 1.0} | REPORT])
+    assert answer(found) == full and report(found)["reused_tokens"] == 100
+    drain(engine)
+    scheduler(engine).reset_prefix_cache()
+    (again,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
+    assert report(again)["reused_tokens"] == 200
+
+
+@pytest.mark.parametrize("policy", ["static", "ahead*static"])
+def test_ranks_that_choose_differently_take_the_first_ones_rows(engine: TwoRanks, policy: str) -> None:
+    prompt, spans = prompt_of(engine, [1, 2, 3])
+    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
+    outputs(engine, [prompt], [field])
+    drain(engine)
+    scheduler(engine).reset_prefix_cache()
+    expected = answer(*outputs(engine, [prompt], [field]))
+    for rank in (1, 0):
+        engine.tell("choose_others", rank)
+        scheduler(engine).reset_prefix_cache()
+        (found,) = outputs(engine, [prompt], [field])
+        assert sum(engine.tell("mend"))
+        assert report(found)["reused_tokens"] == 300 and not report(found)["why_not"]
+        assert (answer(found) == expected) == (rank == 1)
+
+
+def test_after_several_failures_of_one_rank_no_rank_blends(engine: TwoRanks) -> None:
+    prompt, spans = prompt_of(engine, [1, 2, 3])
+    field = {"spans": spans, "policy": "static"} | REPORT
+    full = answer(*outputs(engine, [prompt], [None]))
+    outputs(engine, [prompt], [field])
+    drain(engine)
+    for _ in range(MAX_FAILURES):
+        assert engine.tell("is_open") == [True, True]
+        engine.tell("fail_at", 1, "vllm_blend.model.rows:scattered", 1)
+        scheduler(engine).reset_prefix_cache()
+        (found,) = outputs(engine, [prompt], [field])
+        assert answer(found) == full and report(found)["reused_tokens"] == 0
+        engine.tell("mend")
+    assert engine.tell("is_open") == [False, False]
+    scheduler(engine).reset_prefix_cache()
+    (found,) = outputs(engine, [prompt], [field])
+    assert answer(found) == full and "blending failed" in report(found)["why_not"]
+
+
+def test_a_server_whose_second_rank_fails(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"), prepend=":")
+    large = dict(vocab_size=49152, max_position_embeddings=4096, hidden_size=192)
+    model = tiny_model("llama", tmp_path / "model", **large)
+    for path in smollm2.glob("*token*"):
+        shutil.copy(path, model)
+    arguments = (*("--tensor-parallel-size", "2"), "--worker-extension-cls", "failing_worker.Faults")
+    expected = "none left"
+    with serving(model, tmp_path, {}, arguments, traceback=expected, policy="static") as url:
+        client = connect(url)
+
+        def ask() -> tuple[str, dict[str, Any]]:
+            reset_prefix_cache(url)
+            found = chat(client, *sample(1), **xargs({"report": True}))
+            return text_of(found), reported(found)
+
+        def fail_at(place: str, nth: int) -> None:
+            order = dict(method="fail_at", args=[1, f"vllm_blend.{place}", nth])
+            assert httpx.post(f"{url}/collective_rpc", json=order, timeout=60).status_code == 200
+
+        fail_at("server.worker.chunk_cache:ChunkCache.distances", 1)  # one chunk gets no scores
+        warm(client, *sample(1))
+        blended, _ = ask()
+        full = text_of(chat(client, *sample(1), **xargs("off")))
+        fail_at("attention.cpu:CPUBlendImpl.fuse", 2)
+        text, told = ask()
+        assert text == full and "blending failed" in told["why_not"]
+        again, told = ask()
+        assert again == blended and told["reused_tokens"] and not told["why_not"]

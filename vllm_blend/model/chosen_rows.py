@@ -1,0 +1,143 @@
+"""Which rows of a step are computed: all of them until some are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vllm_blend.core.step import BlendStep, StepRequest
+
+
+class ChosenRows:
+    """The rows of a step that are computed.
+
+    Args:
+        positions: vLLM's, of all rows of the step.
+
+    Attributes:
+        kept: of each request whose rows are chosen, those of its ``chunk_rows`` that are computed, as
+            indices; on the host where the host has chosen them.
+        fused: requests whose stored KV is in the cache already.
+    """
+
+    def __init__(self, step: BlendStep, positions: torch.Tensor) -> None:
+        self.step = step
+        self.kept: dict[StepRequest, torch.Tensor] = {}
+        self.fused: set[StepRequest] = set()
+        self._rows: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._query_start_loc: torch.Tensor | None = None
+        self._all_positions = positions
+
+    @property
+    def device(self) -> torch.device:
+        return self._all_positions.device
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows of the step, ascending, ``[num_kept]``."""
+        if self._rows is None:
+            self._rows = torch.arange(self.step.num_rows, device=self.device)
+        return self._rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.step.num_rows if self._rows is None else self._rows.numel()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Prompt positions of the rows, ``[num_kept]``; before the first choice vLLM's own tensor,
+        padding included."""
+        if self._rows is None:
+            return self._all_positions
+        if self._positions is None:
+            self._positions = self._all_positions[self._rows]
+        return self._positions
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """First of the rows of each request, then ``num_rows``, ``[num_reqs + 1]`` int32."""
+        if self._query_start_loc is None:
+            starts = torch.tensor(self.step.starts, pin_memory=self.device.type == "cuda")
+            starts = starts.to(self.device, non_blocking=True)
+            self._query_start_loc = torch.searchsorted(self.rows, starts).to(torch.int32)
+        return self._query_start_loc
+
+    def first_row(self, request: StepRequest) -> int:
+        """Which of the rows is the first one of ``request``."""
+        before = (other for other in self.kept if other.row < request.row)
+        return request.row - sum(r.num_chunk_rows - self.kept[r].numel() for r in before)
+
+    def row_of(self, request: StepRequest, position: int) -> int:
+        """Which of the rows stands at ``position`` of a request's prompt, one that is computed; its
+        chosen rows are on the host."""
+        before = sum(
+            min(end, position) - start for _, start, end in request.windows if start < position
+        )
+        row = self.first_row(request) + position - request.position
+        kept = self.kept.get(request)
+        return row if kept is None else row - before + int((kept < before).sum())
+
+    def candidates(self, request: StepRequest) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request's chunk tokens that are still computed.
+
+        Returns:
+            Their indices into the frame's rows and into the request's ``chunk_rows``.
+        """
+        kept = self.kept.get(request)
+        if kept is None:
+            kept = torch.arange(request.num_chunk_rows, device=self.device)
+        kept = kept.to(self.device)
+        return torch.searchsorted(self.rows, request.chunk_rows[kept]), kept
+
+    def shrink(self, kept: dict[StepRequest, torch.Tensor]) -> torch.Tensor:
+        """Drops the chunk rows not in ``kept``; returns the indices of the rows that stay."""
+        before = self._rows
+        self.kept |= kept
+        on_host = all(index.device.type == "cpu" for index in self.kept.values())
+        self._take(self._kept_rows(torch.device("cpu") if on_host else self.device))
+        return self.rows if before is None else torch.searchsorted(before, self.rows)
+
+    def own_rows_of(self, requests: Iterable[StepRequest]) -> None:
+        """Leaves only the rows of ``requests`` that no stored KV stands for."""
+        requests = list(requests)
+        self.kept = {request: torch.empty(0, dtype=torch.int64) for request in requests}
+        self.fused = {request for request in self.step.blended if request not in requests}
+        rows = []
+        for request in requests:
+            own = torch.ones(request.num_rows, dtype=torch.bool)
+            for _, start, end in request.windows:
+                own[start - request.position : end - request.position] = False
+            rows.append(own.nonzero().flatten() + request.row)
+        self._take(torch.cat(rows))
+
+    def _kept_rows(self, device: torch.device) -> torch.Tensor:
+        """The step's rows without the chunk rows that are not kept, on ``device``."""
+        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=device)
+        count = self.step.num_rows
+        for request, index in self.kept.items():
+            count -= request.num_chunk_rows - index.numel()
+            shift = request.row - request.position
+            for _, start, end in request.windows:
+                mask[start + shift : end + shift] = False
+            # not `mask[rows] = True`: on a GPU that waits for the device, to copy the scalar there
+            mask.index_fill_(0, request.chunk_rows_on(device)[index.to(device)], True)
+        return torch.nonzero_static(mask, size=count).flatten()
+
+    def _take(self, rows: torch.Tensor) -> None:
+        """Makes ``rows``, ascending, on the host or the device, the frame's."""
+        starts = torch.as_tensor(self.step.starts)
+        if rows.device != self.device:  # chosen by the host: one copy for all that it knows
+            both = torch.cat([rows, torch.searchsorted(rows, starts)]).pin_memory()
+            rows, query_start_loc = both.to(self.device, non_blocking=True).split(
+                [rows.numel(), starts.numel()]
+            )
+            self._query_start_loc = query_start_loc.to(torch.int32)
+        else:
+            self._query_start_loc = None
+        self._rows, self._positions = rows, None
+        self.changed()
+
+    def changed(self) -> None:
+        """Called where other rows are chosen."""
