@@ -174,3 +174,14 @@ def test_a_tenant_s_name_is_no_part_of_a_chunk() -> None:
     assert chunk_key(ChunkIds("", (1, 2))) != chunk_key(ChunkIds(other, (1,)))
     assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("b", (1, 2)))
     assert chunk_key(ChunkIds("a", (1, 2))) != chunk_key(ChunkIds("a", (2,), (1,)))
+
+
+def test_chunks_that_are_too_short_to_be_found_are_dropped_like_others() -> None:
+    registry = ChunkRegistry(max_tokens=100)
+    keys = [registry.reserve(ChunkIds("", (at,) * 5, (1,))) for at in (3, 4)]
+    for key in keys:
+        assert key is not None
+        registry.commit(key)
+    assert registry.reserve(ChunkIds("", tuple(range(95)), (2,))) is not None  # in one's place
+    assert registry.reserve(ChunkIds("", (7,) * 5, (2,))) is not None  # in the other's
+    assert registry.take_drops() == tuple(keys)

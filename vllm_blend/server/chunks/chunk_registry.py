@@ -179,7 +179,8 @@ class ChunkRegistry:
         chunk = self._chunks.pop(key)
         self.num_tokens -= len(chunk.token_ids)
         self._to_drop.append(key)
-        index = self._indexes[chunk.shelf]
-        index.remove(key)
-        if not len(index):
-            del self._indexes[chunk.shelf]
+        index = self._indexes.get(chunk.shelf)  # chunks too short to be found leave none
+        if index is not None:
+            index.remove(key)
+            if not len(index):
+                del self._indexes[chunk.shelf]
