@@ -68,7 +68,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     model = str(options.model or embedded_model())
     if options.shape:
         model = str(make_shape(options.shape, options.tokenizer or embedded_model(), folder))
-    config = json.dumps({"vllm_blend": {"ram_gb": 4, "log_requests": False} | options.settings})
+    settings = {"ram_gb": 4, "log_requests": False, "separator": SEPARATOR, "report_sizes": True}
+    config = json.dumps({"vllm_blend": settings | options.settings})
     rows, results = [], []
     with ExitStack() as stack:
         urls = {}

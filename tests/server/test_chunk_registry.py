@@ -237,3 +237,14 @@ def test_chunks_in_use_are_kept_whoever_holds_most() -> None:
     come(chunks, tenants_chunk("few", 2))
     assert kept(chunks, "many") == [0, 2]  # the first is in use still
     assert chunks.reserve(tenants_chunk("few", 3, size=31)) is None
+
+
+def test_chunks_that_are_too_short_to_be_found_are_dropped_like_others() -> None:
+    registry = ChunkRegistry(max_tokens=100)
+    keys = [registry.reserve(ChunkIds("", (at,) * 5, (1,))) for at in (3, 4)]
+    for key in keys:
+        assert key is not None
+        registry.commit(key)
+    assert registry.reserve(ChunkIds("", tuple(range(95)), (2,))) is not None  # in one's place
+    assert registry.reserve(ChunkIds("", (7,) * 5, (2,))) is not None  # in the other's
+    assert registry.take_drops() == tuple(keys)
