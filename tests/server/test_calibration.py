@@ -168,7 +168,7 @@ def test_full_prefill_where_blending_is_slower(started: Engine) -> None:
 def test_chunks_of_other_requests_prefills_are_loaded_too(tiny: Any, tmp_path: Path) -> None:
     with server(tiny, tmp_path, harvest=True) as engine:
         drain(engine)
-        scheduler(engine).blend_own.pace._times = SLOW
+        scheduler(engine).blend_own.pace.measurement.times = SLOW
         assert ask(engine, [1, 2, 3])[1]["reused_tokens"] == 0
         forget(engine)
         _, told, _ = ask(engine, [1, 2, 3])
