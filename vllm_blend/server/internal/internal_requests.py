@@ -54,7 +54,6 @@ class InternalRequests:
             settings.system,
             settings.head,
             settings.stand_in,
-            settings.harvest,
             settings.chat_template,
             settings.chat_template_kwargs,
             settings.harvest,
