@@ -1,0 +1,64 @@
+"""KV that a GPU's prefills leave behind, reused by the next request: eager, and with graphs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from asking import REPORT, drain, outputs, prompt_of, report, scheduler
+from engines import make_engine
+
+pytestmark = pytest.mark.gpu
+
+
+def near(found: Any, plain: Any) -> bool:
+    """Whether the first token's log-probabilities are the same, but for 16 bits' rounding."""
+    one, other = found.outputs[0].logprobs[0], plain.outputs[0].logprobs[0]
+    apart = [abs(one[token].logprob - other[token].logprob) for token in one if token in other]
+    return len(apart) > 10 and max(apart) < 0.1
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "XFORMERS"])
+def test_the_second_request_reuses_what_the_first_computed(
+    tiny: Any, backend: str, eager: bool
+) -> None:
+    """Exact in the same prompt; then beside chunks that are new, in a blended one."""
+    if backend == "XFORMERS" and find_spec("xformers") is None:
+        pytest.skip("xformers is not installed")
+    options: dict[str, Any] = dict(dtype="bfloat16", enforce_eager=eager, enable_prefix_caching=True)
+    options |= dict(gpu_memory_utilization=0.3, max_num_batched_tokens=1024, max_num_seqs=8)
+    options |= dict(attention_backend=backend)
+    settings = {"vllm_blend": {"ram_gb": 0.1}}
+    with make_engine(tiny("qwen3"), additional_config=settings, **options) as engine:
+        drain(engine)
+        prompt, spans = prompt_of(engine, [1, 2, 3])
+        (plain,) = outputs(engine, [prompt], [None], logprobs=20)
+        scheduler(engine).reset_prefix_cache()
+        (first,) = outputs(engine, [prompt], [{"spans": spans} | REPORT], logprobs=20)
+        assert near(first, plain)
+        field = {"spans": spans, "recomp_ratio": 0.0} | REPORT
+        scheduler(engine).reset_prefix_cache()
+        (second,) = outputs(engine, [prompt], [field], logprobs=20)
+        told = report(second)
+        assert (told["reused_tokens"], told["harvested_chunks"]) == (300, 3)
+        assert near(second, plain)
+        assert all(
+            tensor.device.type == "cpu" and tensor.is_pinned() == torch.cuda.is_available()
+            for kv in engine.model.blending.chunks._chunks.values()
+            for layer in kv.layers
+            for tensor in layer
+        )
+        mixed, places = prompt_of(engine, [3, 4, 1, 5], head=9)
+        (found,) = outputs(engine, [mixed], [{"spans": places} | REPORT])
+        assert (report(found)["reused_tokens"], report(found)["missed_chunks"]) == (200, 2)
+        drain(engine)
+        scheduler(engine).reset_prefix_cache()
+        (full,) = outputs(engine, [mixed], [None], logprobs=20)
+        scheduler(engine).reset_prefix_cache()
+        field = {"spans": places, "recomp_ratio": 1.0} | REPORT
+        (again,) = outputs(engine, [mixed], [field], logprobs=20)
+        assert report(again)["reused_tokens"] == 400
+        assert near(again, full)
