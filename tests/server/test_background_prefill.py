@@ -231,3 +231,29 @@ def test_a_step_s_work_does_not_grow_with_the_backlog(known: ChunkRegistry) -> N
 def test_dropped_chunks_are_counted(background: BackgroundPrefill) -> None:
     background.add(ChunkIds("", tuple(range(600)), HEAD), "one")
     assert (background.num_dropped, background.num_waiting, len(background.askers)) == (1, 0, 0)
+
+
+def test_chunks_that_were_never_reused_are_scored_by_an_idle_engine_alone(
+    background: BackgroundPrefill, known: ChunkRegistry
+) -> None:
+    """Those that clients' prefills brought: traffic that never comes back must not pay for them."""
+    kept = [ChunkIds("", tuple(range(at, at + 40)), BEFORE) for at in (100, 200)]
+    keys = []
+    for chunk in kept:
+        assert (key := known.reserve(chunk)) is not None
+        known.commit(key)
+        background.came(key, chunk)
+        keys.append(key)
+    background.earn(10_000)
+    assert (background.credit, background.start(idle=False)) == (0, [])
+    background.used(keys[1])
+    background.earn(10_000)
+    (scored,) = background.start(idle=False)
+    assert scored.plan.key == keys[1] and scored.plan.scored
+    background.finish(scored.request_id)
+    background.earn(10_000)
+    assert not background.start(idle=False)
+    (rest,) = background.start(idle=True)
+    assert rest.plan.key == keys[0]
+    background.finish(rest.request_id)
+    assert not background.num_waiting

@@ -69,6 +69,7 @@ class BackgroundPrefill:
         self._make_request = make_request
         self._scoring = scoring
         self._unscored = FairQueue(MAX_WAITING_TOKENS)
+        self._unused = FairQueue(MAX_WAITING_TOKENS)  # unscored, and not reused yet
         self._waiting = FairQueue(MAX_WAITING_TOKENS)
         self._running: dict[str, CollectPlan] = {}
         self._paid: set[str] = set()  # of these; all that they need was taken from the credit
@@ -83,7 +84,7 @@ class BackgroundPrefill:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._unscored)
+        return len(self._waiting) + len(self._unscored) + len(self._unused)
 
     @property
     def num_running(self) -> int:
@@ -116,22 +117,31 @@ class BackgroundPrefill:
         """Computes nothing more but what is begun."""
         while self._waiting:
             self.askers.forget(self._waiting.pop()[0])
-        while self._unscored:
-            self._unscored.pop()
+        for queue in (self._unscored, self._unused):
+            while queue:
+                queue.pop()
 
     def came(self, key: ChunkKey, chunk: ChunkIds) -> None:
         """The model's process has a chunk now, by a request of these or of a client: it is computed
-        once more for its tokens' scores, if that is wanted."""
-        self.num_computed += any(plan.key == key for plan in self._running.values())
+        once more for its tokens' scores, if that is wanted. One that a client's request brought takes
+        nothing of the share for that until it is reused, since most may never come back."""
+        mine = any(plan.key == key for plan in self._running.values())
+        self.num_computed += mine
         if self._scoring(chunk) is not None:
-            self._unscored.add(key, chunk)
+            (self._unscored if mine else self._unused).add(key, chunk)
+
+    def used(self, key: ChunkKey) -> None:
+        """A known chunk is reused."""
+        if key in self._unused:
+            self._unused.remove(key)
+            self._unscored.add(key, self.chunks.chunk(key))
 
     def earn(self, num_tokens: int) -> None:
         """Counts tokens that were computed for requests."""
         costs = [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
-        if (found := self._next()) is not None:
-            _, chunk, scored = found
-            costs.append(len(self._context(chunk, scored)) + len(chunk.token_ids))
+        if (found := self._next(idle=False)) is not None:
+            queue, _, chunk = found
+            costs.append(len(self._context(chunk, queue)) + len(chunk.token_ids))
         self.credit = min(self.credit + self.share * num_tokens, float(max(costs, default=0)))
 
     def start(self, idle: bool) -> list[Any]:
@@ -140,14 +150,14 @@ class BackgroundPrefill:
         To be called before each step; ``idle``: the engine has no requests but these.
         """
         self._idle = idle
-        if self._running or (found := self._next()) is None:
+        if self._running or (found := self._next(idle)) is None:
             return []
-        key, chunk, scored = found
-        context = self._context(chunk, scored)
+        queue, key, chunk = found
+        context, scored = self._context(chunk, queue), queue is not self._waiting
         cost = len(context) + len(chunk.token_ids)
         if not idle and self.credit < cost:
             return []
-        (self._unscored if scored else self._waiting).pop()
+        queue.pop()
         self.askers.forget(key)
         if not scored and self.chunks.reserve(chunk) is None:
             # what is kept is in use, or the chunk is larger than all there is
@@ -160,19 +170,20 @@ class BackgroundPrefill:
             self._pay(request_id, cost)
         return [self._make_request(request_id, [*context, *chunk.token_ids], plan)]
 
-    def _next(self) -> tuple[ChunkKey, ChunkIds, bool] | None:
-        """The chunk that is to be computed, or scored, next; and whether it is scored."""
+    def _next(self, idle: bool) -> tuple[FairQueue, ChunkKey, ChunkIds] | None:
+        """The chunk that is to be computed, or scored, next; and the queue that it is first in."""
         if (found := self._waiting.first()) is not None:
-            return *found, False
-        while (found := self._unscored.first()) is not None:
-            if found[0] in self.chunks:
-                return *found, True
-            self._unscored.pop()  # dropped meanwhile
+            return self._waiting, *found
+        for queue in (self._unscored, self._unused) if idle else (self._unscored,):
+            while (found := queue.first()) is not None:
+                if found[0] in self.chunks:
+                    return queue, *found
+                queue.pop()  # dropped meanwhile
         return None
 
-    def _context(self, chunk: ChunkIds, scored: bool) -> TokenIds:
-        """What a chunk is computed behind, or scored."""
-        context = self._scoring(chunk) if scored else chunk.context
+    def _context(self, chunk: ChunkIds, queue: FairQueue) -> TokenIds:
+        """What a chunk of this queue is computed after."""
+        context = chunk.context if queue is self._waiting else self._scoring(chunk)
         assert context is not None
         return context
 

@@ -225,6 +225,8 @@ class BlendScheduler(StepRoom):
         if spans:
             params.extra_args[EXTRA_ARG] = self._plans[request.request_id] = plan = whole
             self.blend_chunks.pin(span.key for span in spans)
+            for span in spans:
+                self.blend_internal.background.used(span.key)
             if self._caching:
                 name_blocks(request, plan, f"{self._num_weights} {tenant}", self._block_size)
         self.blend_reports.add(
