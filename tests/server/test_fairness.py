@@ -10,10 +10,13 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 from vllm import SamplingParams
 
+from vllm_blend.server.config import CLIENT_FIELDS
+
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
+    values = {"ram_gb": 0.05, "stand_in": "", "harvest": False, "report_sizes": True}
+    settings = {"vllm_blend": values | {"client_fields": list(CLIENT_FIELDS)}}
     with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
         drain(engine)
         yield engine

@@ -23,7 +23,7 @@ NUM_CHUNKS = 60
 def test_an_engine_that_ends_computes_no_chunk_that_nobody_waits_for(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
+    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": "", "harvest": False}}
     with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
         drain(engine)
         state = scheduler(engine)
@@ -86,5 +86,5 @@ def test_a_server_with_a_backlog_ends_and_finds_what_it_wrote(smollm2: Path, tmp
     assert "force killing" not in log.read_text()
     written = list((tmp_path / "chunks").rglob("*" + SUFFIX))
     assert computed <= len(written) <= computed + 2, "what was computed is written, and no more"
-    with serving(smollm2, tmp_path, disk(tmp_path), stand_in="") as url:
+    with serving(smollm2, tmp_path, disk(tmp_path), stand_in="", harvest=False) as url:
         assert ask(url, [chunks[0]])["reused_tokens"] == 240
