@@ -3,7 +3,7 @@ own ``bench serve`` client, with what each third of them took.
 
 A chunk of a request was seen before with the given probability (then drawn by Zipf's law among those
 seen so far), else it is new. The prefix cache is on in both servers; nothing is warmed up but the
-model. The last line is one JSON object.
+model. While one is measured the other is stopped. The last line is one JSON object.
 
     python benchmarks/bench_cold.py --seen 0 0.6 --concurrency 8
 """
@@ -17,9 +17,11 @@ import random
 import re
 import statistics
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import psutil
 import torch
 from bench_serve import (
     SEPARATOR,
@@ -72,14 +74,15 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     config = json.dumps({"vllm_blend": settings | options.settings})
     rows, results = [], []
     with ExitStack() as stack:
-        urls = {}
+        urls, processes = {}, {}
         for kind, arguments, environment in (
             ("stock", [], {"VLLM_PLUGINS": ""}),
             ("blend", ["--additional-config", config], plugin_environment(folder)),
         ):
             arguments = [*options.server_args.split(), *arguments]
             started = server(model, arguments, environment, log_of(kind, options.logs))
-            urls[kind] = wait_for(kind, stack.enter_context(started))
+            up = stack.enter_context(started)
+            urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
         for url in urls.values():  # kernels that are compiled at first use
             post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
         total = options.requests * options.chunks * len(options.seen) * len(options.concurrency)
@@ -94,7 +97,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
                 order = list(urls) if third % 2 else [*urls][::-1]
                 for kind in order:
                     reset_prefix_cache(urls[kind])
-                    found = measure(urls[kind], kind, model, part, concurrency, options)
+                    with suspended([processes[other] for other in urls if other != kind]):
+                        found = measure(urls[kind], kind, model, part, concurrency, options)
                     found |= {
                         "server": kind,
                         "seen": seen,
@@ -118,6 +122,19 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     ]
     print_table([*head, "TTFT p95 (s)", "of stock's", "tokens reused"], rows)
     print(json.dumps({"hardware": hardware(), "requests": options.requests, "results": results}))
+
+
+@contextmanager
+def suspended(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Stops servers meanwhile: an idle one that blends uses the machine."""
+    trees = [tree for process in processes for tree in (process, *process.children(recursive=True))]
+    for process in trees:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in trees:
+            process.resume()
 
 
 def trace(corpus: Any, count: int, chunks: int, seen: float, seed: int) -> list[str]:
