@@ -32,12 +32,13 @@ def metric(url: str, name: str) -> float:
 
 def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path: Path) -> None:
     tiers = {"redis": {"url": f"redis://127.0.0.1:{line.port}/0", "budget_gb": 1, "timeout_s": 60}}
-    with serving(smollm2, tmp_path, tiers) as url:
+    with serving(smollm2, tmp_path, tiers, harvest=False) as url:
         client = connect(url)
         for number in (1, 2, 3):
             warm(client, *sample(number))
         time.sleep(2)  # they are written from behind
-    with serving(smollm2, tmp_path, tiers, recomp_ratio="auto", quality_floor=0.2) as url:
+    values = {"recomp_ratio": "auto", "quality_floor": 0.2, "harvest": False}
+    with serving(smollm2, tmp_path, tiers, **values) as url:
         client = connect(url)
 
         def ask(number: int, **field: Any) -> tuple[str, dict[str, Any]]:

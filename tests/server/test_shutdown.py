@@ -65,7 +65,9 @@ def test_a_server_with_a_backlog_ends_and_finds_what_it_wrote(smollm2: Path, tmp
         return reported(answer)
 
     port, log = free_port(), tmp_path / "ended.txt"
-    command = command_of(smollm2, port, disk(tmp_path), ["--shutdown-timeout", "40"], stand_in="")
+    command = command_of(
+        smollm2, port, disk(tmp_path), ["--shutdown-timeout", "40"], stand_in="", harvest=False
+    )
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
         server = subprocess.Popen(command, env=environment(), stdout=out, stderr=out)
