@@ -66,10 +66,12 @@ def main() -> None:
     examples = read_examples(options.data, options.limit)
     if options.max_passages:
         examples = [example.with_passages(options.max_passages) for example in examples]
-    rows = [
-        distances(blender, task, example, options.passage_tokens, options.generations, seed)
-        for seed, example in enumerate(tqdm(examples, unit="example"))
-    ]
+    rows = []
+    for seed, example in enumerate(tqdm(examples, unit="example")):
+        args = blender, task, example, options.passage_tokens, options.generations, seed
+        rows.append(distances(*args))
+        named = {f"{name}, {kind}": kl for (name, kind), kl in rows[-1].items()}
+        print(json.dumps({"example": example.id, "kl": named}), flush=True)
     kinds = [f"generation {count}" for count in options.generations] + ["by themselves"]
     draw = np.random.default_rng(0).integers(0, len(rows), (2000, len(rows)))
     found = {key: np.array([row[key] for row in rows]) for key in rows[0]}
