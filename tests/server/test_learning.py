@@ -54,3 +54,19 @@ def test_an_index_that_tenants_share_is_bounded_fairly() -> None:
     assert index.num_tokens == 950
     assert index.open("third") == [] and index.open("fourth") == ["few"]  # it was asked first
     assert index.num_tokens == 750 and "few" not in index
+
+
+def test_what_a_prompt_reuses_makes_no_room_for_what_it_brings() -> None:
+    """Memory for one chunk and a half: the known one stays, and the new one is not kept."""
+    chunks = ChunkRegistry(150)
+    background = BackgroundPrefill(chunks, 1000, 1.0, lambda request_id, *_: request_id)
+    lookup = Lookup(chunks, background, None, Contexts((1,), (1,), harvest=True), 16, 8192)
+    old, new = tuple(range(100, 200)), tuple(range(300, 400))
+    first = lookup("", (9, 9, *old, 5), BlendRequest(spans=((2, 102),)))
+    (kept,) = first.harvest
+    assert kept.key is not None
+    chunks.commit(kept.key)
+    both = BlendRequest(spans=((2, 102), (102, 202)))
+    found = lookup("", (9, 9, *old, *new, 5), both)
+    assert [span.key for span in found.spans] == [kept.key] and kept.key in chunks
+    assert (found.missed, found.harvest, chunks.num_pinned) == (1, [], 0)

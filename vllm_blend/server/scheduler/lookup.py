@@ -105,14 +105,17 @@ class Lookup:
         harvests = self._contexts.harvest and (blend_request.settings.early or not found.spans)
         starts = [start for start, _ in missed] + [span.start for span in found.spans]
         first_start = min(starts, default=0)
+        keys = [span.key for span in found.spans]
+        contexts = [self._chunks.chunk(key).context for key in keys]
+        found.num_harvested = sum(context in (HARVESTED, HARVESTED_FIRST) for context in contexts)
+        self._chunks.pin(keys)  # what is reused makes no room for what is kept
         for start, chunk in missed:
             plan = self._harvest(chunk, start, first_start) if harvests else None
             if plan is None:
                 self.miss(chunk, request_id)
             else:
                 found.harvest.append(plan)
-        contexts = [self._chunks.chunk(span.key).context for span in found.spans]
-        found.num_harvested = sum(context in (HARVESTED, HARVESTED_FIRST) for context in contexts)
+        self._chunks.unpin(keys)
         return found
 
     def _harvest(self, chunk: ChunkIds, start: int, first_start: int) -> CollectPlan | None:
