@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -141,7 +142,7 @@ class SlowLine:
     """Passes bytes on to a server of this machine, those that come back at ``bytes_per_s``."""
 
     def __init__(self, port: int) -> None:
-        self.bytes_per_s = 1e12
+        self.bytes_per_s = inf
         self._to = port
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._socket.getsockname()[1])
@@ -164,7 +165,7 @@ class SlowLine:
     def _pass(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
         try:
             while data := source.recv(1 << 16):
-                if slow:
+                if slow and self.bytes_per_s < inf:
                     with self._line:  # all connections share it
                         time.sleep(len(data) / self.bytes_per_s)
                 target.sendall(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def metric(url: str, name: str) -> float:
 
 
 def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path: Path) -> None:
-    tiers = {"redis": {"url": f"redis://127.0.0.1:{line.port}/0", "budget_gb": 1, "timeout_s": 60}}
+    redis = {"url": f"redis://127.0.0.1:{line.port}/0", "budget_gb": 1, "timeout_s": 60}
+    tiers = {"redis": redis, "storage": "fp8"}  # loads far faster than prefills, until held up
     with serving(smollm2, tmp_path, tiers, harvest=False) as url:
         client = connect(url)
         for number in (1, 2, 3):
@@ -59,7 +61,7 @@ def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path:
         assert told["recomputed_tokens"] == int(0.2 * told["reused_tokens"])
         assert decision["load_s"] + decision["compute_s"] == pytest.approx(decision["ttft_s"])
 
-        line.bytes_per_s = 2e6
+        line.bytes_per_s = 5e5
         start = time.monotonic()
         _, told = ask(2)  # it is not known yet that it is slow: waited for, but not for ever
         assert told["decision"]["load"] == [True] * 3
@@ -84,7 +86,7 @@ def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path:
         assert metric(url, slow_chunks) == before + 3
         assert found == ask(3, recomp_ratio=1.0)[0]  # computed in full
         assert metric(url, "blend_ratio_count") >= 2
-        line.bytes_per_s = 1e12
+        line.bytes_per_s = inf
     log = (tmp_path / "log.txt").read_text()
     assert measured in log
     assert "ratio 0.20 is the quality floor" in log
