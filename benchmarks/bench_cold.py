@@ -23,12 +23,14 @@ from typing import Any
 
 import psutil
 import torch
-from bench_serve import (
+from harness import hardware, print_table, samples
+from served import (
     SEPARATOR,
     documents,
     get,
     log_of,
-    make_shape,
+    model_of,
+    parser_of,
     plugin_environment,
     post,
     reset_prefix_cache,
@@ -36,21 +38,12 @@ from bench_serve import (
     server,
     wait_for,
 )
-from harness import hardware, print_table, samples
-from ttft_shapes import SHAPES
-
-from vllm_blend import embedded_model
 
 REUSED = re.compile(r'vllm:blend_prompt_tokens_total\{.*source="reused".*\} (\S+)')
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
-    parser.add_argument("--shape", choices=SHAPES, help="instead: this shape, dummy weights")
-    parser.add_argument("--tokenizer", type=pathlib.Path, help="of --shape (default: SmolLM2's folder)")
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=60, help="of each trace (60)")
     parser.add_argument("--chunks", type=int, default=5, help="documents a request (5)")
     parser.add_argument("--chunk-tokens", type=int, nargs=2, default=[300, 500], metavar=("FROM", "TO"))
@@ -67,9 +60,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     """Starts both servers and prints what they did."""
-    model = str(options.model or embedded_model())
-    if options.shape:
-        model = str(make_shape(options.shape, options.tokenizer or embedded_model(), folder))
+    model = model_of(options, folder)
     settings = {"ram_gb": 4, "log_requests": False, "separator": SEPARATOR, "report_sizes": True}
     config = json.dumps({"vllm_blend": settings | options.settings})
     rows, results = [], []

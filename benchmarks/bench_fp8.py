@@ -21,7 +21,7 @@ from tqdm import tqdm
 from vllm import LLM
 
 from vllm_blend import Blender, BlendSettings, embedded_model
-from vllm_blend.api.blender import Chunk
+from vllm_blend.api.prompts import Chunk
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.eval.logits import agreement, kl_divergence, suffix_logits
 

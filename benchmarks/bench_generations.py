@@ -24,7 +24,7 @@ from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
-from vllm_blend.api.blender import Chunk
+from vllm_blend.api.prompts import Chunk
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
 from vllm_blend.eval import asking, forcing

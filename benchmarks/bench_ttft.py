@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
-from vllm_blend.api.blender import BlendPrompt
+from vllm_blend.api.prompts import BlendPrompt
 from vllm_blend.core.kv import StoredKV
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)

@@ -25,9 +25,9 @@ from typing import Any
 
 import aiohttp
 import psutil
-from bench_serve import Server, log_of, server, wait_for
 from fuzz_requests import MODEL, Request, plain_request, request
 from harness import hardware, print_table
+from served import Server, log_of, server, wait_for
 from tiny_model import make_tiny_model
 
 from vllm_blend.server.config import CLIENT_FIELDS

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     from vllm_blend import Blender
-    from vllm_blend.api.blender import BlendPrompt
+    from vllm_blend.api.prompts import BlendPrompt
 
 INPUTS = pathlib.Path(__file__).parent.parent / "inputs"
 QUESTION = "In one sentence, which of these documents is about a museum, and what does it say?"

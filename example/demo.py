@@ -32,7 +32,7 @@ from rich.text import Text
 from vllm import SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
-from vllm_blend.api.blender import BlendPrompt
+from vllm_blend.api.prompts import BlendPrompt
 
 INPUTS = pathlib.Path(__file__).parent.parent.glob("inputs/*.json")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, stop=["\n"])

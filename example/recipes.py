@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.api.blender import Blender, BlendPrompt, Chunk
+from vllm_blend.api.blender import Blender
+from vllm_blend.api.prompts import BlendPrompt, Chunk
 from vllm_blend.core.prompt import TokenIds, between_turns, split, text_ids
 
 if TYPE_CHECKING:

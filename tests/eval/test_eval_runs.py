@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm_blend import Blender
-from vllm_blend.api.blender import Chunk
+from vllm_blend.api.prompts import Chunk
 from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.core.settings import PAPER, BlendSettings

@@ -54,6 +54,15 @@ def without_graphs(engine: Engine) -> Iterator[None]:
         yield
 
 
+def to_be_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> RowGraphs:
+    """Graphs in place of the engine's, to be captured in its next step."""
+    blending = engine.model.blending
+    others = RowGraphs(blending)
+    others.wanted = True
+    monkeypatch.setattr(blending, "graphs", others)
+    return others
+
+
 @contextmanager
 def on_gpu(copies: str = "early") -> Iterator[None]:
     """Stored KV comes through the ring meanwhile."""
@@ -136,12 +145,9 @@ def test_too_many_pieces_run_without(engine: Engine, monkeypatch: pytest.MonkeyP
 def test_a_capture_that_fails_leaves_the_engine_as_it_was(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    blending = engine.model.blending
     with on_gpu():
         expected, _ = blend(engine, policy="static", recomp_ratio=0.1)
-    others = RowGraphs(blending)
-    others.wanted = True
-    monkeypatch.setattr(blending, "graphs", others)
+    others = to_be_captured(engine, monkeypatch)
 
     def fail(self: Graph, **_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -157,18 +163,15 @@ def test_a_capture_that_fails_is_that_sizes_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps of its rows run from the graphs of the next size."""
-    blending = engine.model.blending
     with on_gpu():
         expected, _ = blend(engine, policy="static", recomp_ratio=0.1)
-    others = RowGraphs(blending)
-    others.wanted = True
-    monkeypatch.setattr(blending, "graphs", others)
+    others = to_be_captured(engine, monkeypatch)
     begin, begun = Graph.capture_begin, 0
 
     def fail(self: Graph, **options: Any) -> None:
         nonlocal begun
         begun += 1
-        if begun == len(blending.attns) + 3:  # in the second size
+        if begun == len(engine.model.blending.attns) + 3:  # in the second size
             raise RuntimeError("out of memory")
         begin(self, **options)
 

@@ -9,13 +9,13 @@ print(blender.generate(prompt).outputs[0].text)
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from vllm_blend.api.collector import ChunkCollector
+from vllm_blend.api.prompts import BlendPrompt, Chunk
 from vllm_blend.compat.engine_access import blend_model
 from vllm_blend.core import stand_in, tensor_parallel
 from vllm_blend.core.kv import StoredKV
@@ -36,31 +36,6 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
     from vllm_blend.store import ChunkKey, ChunkStore
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """A chunk's token ids, separator included, and their KV, computed after ``context`` alone.
-
-    Without KV it is computed with the prompt, like the question.
-    """
-
-    token_ids: TokenIds
-    kv: StoredKV | None = field(repr=False)
-    context: TokenIds = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class BlendPrompt:
-    """Token ids of a prompt, and where its chunks stand in it."""
-
-    token_ids: list[int]
-    spans: tuple[ChunkSpan, ...]
-
-    @property
-    def num_reused(self) -> int:
-        """Tokens that stored KV stands for."""
-        return sum(span.end - span.start for span in self.spans)
 
 
 class Blender:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend.api.blender import Blender, BlendPrompt, Chunk
+from vllm_blend.api.blender import Blender
+from vllm_blend.api.prompts import BlendPrompt, Chunk
 from vllm_blend.compat import engine_access
 from vllm_blend.core import tensor_parallel
 from vllm_blend.core.prompt import TokenIds, text_ids

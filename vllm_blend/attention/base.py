@@ -76,8 +76,8 @@ class ComputedRows(Protocol):
         """Fuses the layer's stored KV into its paged cache, and lets the question be heard."""
         ...
 
-    def behind(self, layer: int) -> None:
-        """Called behind it; may end the model's forward by an exception."""
+    def end_after(self, layer: int) -> None:
+        """Called after that; may end the model's forward by an exception."""
         ...
 
 
@@ -147,7 +147,7 @@ class BlendAttention:
             return None
         rows = active
         watcher.attempt(lambda: rows.before_attention(self, layer, query, key, value))
-        rows.behind(blend.index)
+        rows.end_after(blend.index)
         return rows
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:

@@ -205,7 +205,7 @@ class CollectPlan:
         return self._computed >= self.num_prompt_tokens
 
     def advance(self, position: int, end: int) -> None:
-        """The prompt's rows ``[position, end)`` were handed over; behind a gap they are of no use."""
+        """The prompt's rows ``[position, end)`` were handed over; after a gap they are of no use."""
         if position <= max(self._computed, self.start):
             self._computed = end
 

@@ -18,7 +18,8 @@ from vllm_blend.eval.tasks import Task
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
-    from vllm_blend.api.blender import Blender, BlendPrompt, Chunk
+    from vllm_blend.api.blender import Blender
+    from vllm_blend.api.prompts import BlendPrompt, Chunk
     from vllm_blend.core.settings import BlendSettings
 
 T = TypeVar("T")

@@ -18,7 +18,8 @@ from vllm_blend.core.plans import EXTRA_ARG, CollectPlan
 from vllm_blend.core.settings import BlendSettings
 
 if TYPE_CHECKING:
-    from vllm_blend.api.blender import Blender, BlendPrompt
+    from vllm_blend.api.blender import Blender
+    from vllm_blend.api.prompts import BlendPrompt
 
 
 @dataclass(frozen=True)

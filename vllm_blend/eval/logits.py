@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend.api.blender import Blender, BlendPrompt
+from vllm_blend.api.blender import Blender
+from vllm_blend.api.prompts import BlendPrompt
 from vllm_blend.compat.engine_access import of_this_step, running
 
 if TYPE_CHECKING:

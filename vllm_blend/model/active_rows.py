@@ -122,7 +122,7 @@ class ActiveRows(ChosenRows):
         )
 
     @cached_property
-    def stored_behind(self) -> StoredLayers:
+    def stored_later(self) -> StoredLayers:
         """That of ``fused`` requests, from ``fused_layers`` on."""
         some = [request for request in self.step.blended if request in self.fused]
         return self._loads(some if self.fused_layers < self._num_layers else [], self.fused_layers)
@@ -137,12 +137,12 @@ class ActiveRows(ChosenRows):
             self.end_layer,
         )
 
-    def begin_behind(self) -> None:
-        """Starts to read ``stored_behind``, beside what runs of this step."""
-        self.stored_behind.begin(self._began)
+    def begin_rest(self) -> None:
+        """Starts to read ``stored_later``, beside what runs of this step."""
+        self.stored_later.begin(self._began)
 
     def stored_of(self, request: StepRequest) -> StoredLayers:
-        return self.stored_behind if request in self.fused else self.stored
+        return self.stored_later if request in self.fused else self.stored
 
     def status(self, layer: int) -> Status:
         """What ``layer`` does: CHECK where rows are chosen, AFTER_CHECK once some were."""
@@ -178,7 +178,7 @@ class ActiveRows(ChosenRows):
         if self.listener is not None:
             self.listener.hear(impl, layer, query, key, stored_k)
 
-    def behind(self, layer: int) -> None:
+    def end_after(self, layer: int) -> None:
         """Ends the forward where no later layer is wanted."""
         if layer + 1 == self.end_layer < self._num_layers:
             raise LastLayerHeard
@@ -214,12 +214,12 @@ class ActiveRows(ChosenRows):
 
     def fusing(self, layer: int) -> Fusing:
         """Whose stored KV goes to the cache at ``layer``; shared by layers where it is the same."""
-        behind = layer >= self.fused_layers
-        if behind not in self._fusing:
-            requests = [r for r in self.kept if behind or r not in self.fused]
+        all_of_them = layer >= self.fused_layers
+        if all_of_them not in self._fusing:
+            requests = [r for r in self.kept if all_of_them or r not in self.fused]
             stored = dict.fromkeys(self.stored_of(request) for request in requests)
-            self._fusing[behind] = Fusing(requests, list(stored))
-        return self._fusing[behind]
+            self._fusing[all_of_them] = Fusing(requests, list(stored))
+        return self._fusing[all_of_them]
 
     def stock_metadata(self, attn: Any) -> Any:
         """The backend's metadata for all rows."""

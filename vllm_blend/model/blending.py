@@ -24,8 +24,8 @@ from vllm_blend.core.step import Blended, BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
-from vllm_blend.model.collect import collect
-from vllm_blend.model.guard import Guard, StepFailed, digest
+from vllm_blend.model.collect import collect, keep
+from vllm_blend.model.guard import Guard, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions, asked_layers
 from vllm_blend.model.select import early
@@ -127,7 +127,7 @@ class Blending:
         )
 
     def begin(self, to_blend: Sequence[str], plan: Callable[[], BlendStep | None]) -> None:
-        """Plans the forward that runs next. To be called on all ranks, or none; ``end`` behind it.
+        """Plans the forward that runs next. To be called on all ranks, or none; ``end`` after it.
 
         Args:
             to_blend: ids of the requests that have a plan to blend.
@@ -170,7 +170,7 @@ class Blending:
         if step is not None and positions.is_cuda:
             self.in_flight.hold(step, positions.device)
         if self.step is not None:
-            self._keep(self.step)
+            keep(self.step, self.owners, self.chunks, self.guard)
         return output
 
     def _blend_or_prefill(self, inputs: rows.Inputs) -> torch.Tensor:
@@ -255,7 +255,7 @@ class Blending:
             none = torch.zeros(request.num_chunk_rows, device=frame.device)
             frame.received[request] = all_reduce_sum(got.get(request, none))
         frame.fused |= set(asking)
-        guard.attempt(frame.begin_behind, None)
+        guard.attempt(frame.begin_rest, None)
 
     def _choose(
         self, step: BlendStep, frame: ActiveRows | None, asking: list[StepRequest]
@@ -332,37 +332,6 @@ class Blending:
                 if plan.key is not None and plan.into is None:
                     self.chunks.collect(plan, self.kv_shape, key.device)
             collect(self.step, self._frame, layer.index, layer.rotation, key, value)
-
-    def _keep(self, step: BlendStep) -> None:
-        """Keeps what the step has collected, on all ranks or none; a chunk that is not kept is
-        missed."""
-        if not step.collected:
-            return
-        guard, ended = self.guard, []
-        for request, plan in step.collected:
-            plan.advance(request.position, request.end)
-            if request.end >= plan.num_prompt_tokens:
-                ended.append(plan)
-        for plan in ended:
-            if plan.on_model:
-                for owner, kv in zip(self.owners, plan.kv, strict=True):
-                    if owner is not None:
-                        owner.hack_kv = list(kv)
-            if plan.key is None:
-                continue
-            parts = None
-            if plan.scored:
-                size = 2 * self.kv_shape.num_layers, plan.num_tokens + 1
-                parts = guard.attempt(partial(self.chunks.distances, plan), None)
-                parts = all_reduce_sum(torch.zeros(size, device="cpu") if parts is None else parts)
-            guard.attempt(partial(self.chunks.keep, plan, parts), None)
-        try:
-            guard.agree()
-        except StepFailed as failed:
-            guard.caught(failed)
-            for _, plan in step.collected:
-                plan.restart()
-            self.chunks.drop([plan.key for plan in ended if plan.key is not None and not plan.scored])
 
     def take_blended(self) -> list[Blended]:
         """What was done since this was last called."""

@@ -5,11 +5,17 @@ K comes rotated to its place; the layer's rotation is undone, so that it can sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
 from vllm_blend.attention.rotation import Rotation
 from vllm_blend.core.step import BlendStep
+from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.model.active_rows import ActiveRows
+from vllm_blend.model.guard import Guard, StepFailed
 
 
 def collect(
@@ -36,3 +42,40 @@ def collect(
         if not plan.as_written:
             k = rotation.undo(k, torch.arange(start, end, device=k.device))
         plan.write(layer, start, k, v)
+
+
+def keep(step: BlendStep, owners: Sequence[Any], chunks: Any, guard: Guard) -> None:
+    """Keeps what a step has collected, on all ranks or none; a chunk that is not kept is missed.
+
+    Args:
+        owners: of each layer, the module that gets it as ``hack_kv`` where a script asks for that.
+        chunks: a server's; it gets the chunks that are whole now, and the distances of those that were
+            computed once more for their scores.
+    """
+    if not step.collected:
+        return
+    ended = []
+    for request, plan in step.collected:
+        plan.advance(request.position, request.end)
+        if request.end >= plan.num_prompt_tokens:
+            ended.append(plan)
+    for plan in ended:
+        if plan.on_model:
+            for owner, kv in zip(owners, plan.kv, strict=True):
+                if owner is not None:
+                    owner.hack_kv = list(kv)
+        if plan.key is None:
+            continue
+        parts = None
+        if plan.scored:
+            parts = guard.attempt(partial(chunks.distances, plan), None)
+            none = torch.zeros(2 * len(owners), plan.num_tokens + 1, device="cpu")
+            parts = all_reduce_sum(none if parts is None else parts)
+        guard.attempt(partial(chunks.keep, plan, parts), None)
+    try:
+        guard.agree()
+    except StepFailed as failed:
+        guard.caught(failed)
+        for _, plan in step.collected:
+            plan.restart()
+        chunks.drop([plan.key for plan in ended if plan.key is not None and not plan.scored])

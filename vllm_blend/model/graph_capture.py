@@ -1,5 +1,5 @@
 """The capture of a forward on rows as CUDA graphs (``model/graphs.py``): one up to each layer's
-attention and one behind the last."""
+attention and one after the last."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Chain:
 
     Attributes:
         graphs: in their order.
-        stops: query, K and V of each layer, valid until the graph behind them runs.
+        stops: query, K and V of each layer, valid until the next graph runs.
     """
 
     graphs: list[torch.cuda.CUDAGraph]
@@ -116,7 +116,7 @@ class Capture:
         slots = self._places.groups[index].all_slots
         impl.fuse_segments(layer.kv_cache, self._places.tables, index, slots)
 
-    def behind(self, layer: int) -> None:
+    def end_after(self, layer: int) -> None:
         """All layers are captured."""
 
     def _begin(self) -> None:

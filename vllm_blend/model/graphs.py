@@ -134,8 +134,8 @@ class RowGraphs:
     def _fill_tables(self, tables: SegmentTables, frame: ActiveRows) -> bool:
         """Names the frame's stored KV; False: not all of it can be read where it lies, or too much."""
         last = len(self._blending.attns) - 1
-        front, behind = frame.fusing(0).requests, frame.fusing(last).requests
-        requests = [*front, *(request for request in behind if request not in front)]
+        first, rest = frame.fusing(0).requests, frame.fusing(last).requests
+        requests = [*first, *(request for request in rest if request not in first)]
         parts = [frame.stored_of(request).segments([request]) for request in requests]
         if any(part is None for part in parts):
             return False
@@ -143,11 +143,11 @@ class RowGraphs:
         if sum(counts) > MAX_SEGMENTS:
             return False
         segments = [segment for part in parts for segment in part or ()]
-        of_front = sum(counts[: len(front)])
+        of_first = sum(counts[: len(first)])
         tables.fill(
             [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
             torch.stack([segment.addresses for segment in segments], dim=1) if segments else [],
-            [of_front if layer < frame.fused_layers else len(segments) for layer in range(last + 1)],
+            [of_first if layer < frame.fused_layers else len(segments) for layer in range(last + 1)],
         )
         return True
 
@@ -183,7 +183,7 @@ class RowGraphs:
             attempt(partial(self._read, frame, index))
             graph.replay()
             attempt(partial(self._read_on, frame, index, heard))
-            frame.behind(index)
+            frame.end_after(index)
 
     def _collect(
         self, chain: Chain, frame: ActiveRows, index: int, heard: list[tuple[torch.Tensor, ...]]
@@ -209,7 +209,7 @@ class RowGraphs:
 
     def capture(self, frame: ActiveRows, inputs: Inputs, guard: Guard) -> None:
         """Captures every size, the large ones first: the others fit in their memory. A size whose
-        capture fails on some rank runs without; behind ``MAX_FAILED`` of them so do all."""
+        capture fails on some rank runs without; after ``MAX_FAILED`` of them so do all."""
         self.wanted = False
         if not self._fits(frame, inputs):
             return

@@ -149,7 +149,7 @@ class StoredLayers:
             self._done = [torch.cuda.Event() for _ in range(AHEAD)]  # nobody waits for one not recorded
 
     def begin(self, after: torch.cuda.Event | None = None) -> None:
-        """Starts to read, behind all that is launched by now, or by ``after``.
+        """Starts to read, after all that is launched by now, or by ``after``.
 
         What little the host sends to the device for a step goes first: behind the copies of a layer it
         would take as long as they do.

@@ -135,7 +135,7 @@ def chunk_contexts(
 
     The head need not be the prompt's own beginning, but the nearer it is, the better (docs/quality.md).
     A template that tells the day is rendered for one that never changes: chunks are known by what they
-    are computed behind, tomorrow and in other servers too.
+    are computed after, tomorrow and in other servers too.
 
     Args:
         vllm_config: the engine's.

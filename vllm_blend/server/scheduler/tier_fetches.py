@@ -30,7 +30,7 @@ MIN_WAIT_S = 0.01
 """A request waits at least this long: the answer that there is nothing takes about that."""
 FOUND_TOKENS, FOUND_SHELVES = 2_000_000, 256
 """Auto mode: tokens of chunks in lower tiers that are found by content, and sets of a tenant's chunks
-that were computed behind the same."""
+that were computed after the same."""
 MAX_PENDING = 64
 """Chunks that the model's process looks for and loads at once; the others wait here."""
 MIN_RATE_TOKENS = 64
@@ -43,7 +43,7 @@ class Fetches:
     Args:
         chunks: where those that are there become known.
         background: where the others are computed.
-        contexts: what chunks are computed behind.
+        contexts: what chunks are computed after.
     """
 
     def __init__(
