@@ -34,7 +34,7 @@ from vllm_blend.ops.received_attention_kernel import MAX_QUERIES
 from vllm_blend.ops.segment_scatter import SegmentTables, segment_scatter
 from vllm_blend.ops.shift_scatter import shift_scatter
 from vllm_blend.ops.sparse_attention import sparse_attention, sparse_attention_rest
-from vllm_blend.ops.sparse_attention_kernel import virtual_requests
+from vllm_blend.ops.sparse_attention_tiles import virtual_requests
 
 BLOCK_SIZE = 16  # vLLM's default on CUDA
 

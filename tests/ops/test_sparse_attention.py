@@ -14,7 +14,7 @@ from vllm_blend.ops.sparse_attention import (
     sparse_attention_oracle,
     sparse_attention_rest,
 )
-from vllm_blend.ops.sparse_attention_kernel import virtual_requests
+from vllm_blend.ops.sparse_attention_tiles import virtual_requests
 
 BLOCK_SIZE = 16
 

@@ -20,6 +20,7 @@ from vllm_blend.attention.base import ComputedRows, RowPlaces, last_keys
 from vllm_blend.attention.paged import PagedFuse
 from vllm_blend.compat.cuda import flash_attention_3
 from vllm_blend.ops import sparse_attention_kernel as sparse
+from vllm_blend.ops import sparse_attention_tiles as tiling
 
 
 @dataclass
@@ -32,7 +33,7 @@ class FlashAttentionBlendMetadata(FlashAttentionMetadata):
     """
 
     positions: torch.Tensor | None = None
-    tiles: sparse.VirtualRequests | None = None
+    tiles: tiling.VirtualRequests | None = None
     active: ComputedRows | None = None
 
 
@@ -84,7 +85,7 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
         tiles, softcap, sinks = metadata.tiles, self.logits_soft_cap, self.sinks
         if tiles is None:
             window = self.sliding_window[0] + 1  # (-1, -1) is none
-            shape = sparse.choose_tiles(query, self.num_kv_heads)
+            shape = tiling.choose_tiles(query, self.num_kv_heads)
             caches = (key_cache, value_cache)
             sparse.launch(
                 query,
@@ -110,7 +111,7 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
             output,
             self.scale,
             0,
-            sparse.rest_tiles(),
+            tiling.rest_tiles(),
             lse,
             softcap=softcap,
             sinks=sinks,
@@ -141,7 +142,7 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
         """The metadata for other rows: last key of each, first row and blocks of each request."""
         tiles = None
         if self.vllm_flash_attn_version == 3 and self.sliding_window[0] < 0:
-            tiles = sparse.virtual_requests(
+            tiles = tiling.virtual_requests(
                 positions, query_start_loc, block_table, group=self.num_queries_per_kv
             )
         metadata = copy(metadata)

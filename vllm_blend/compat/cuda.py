@@ -30,7 +30,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_blend.ops.sparse_attention_kernel import VirtualRequests
+    from vllm_blend.ops.sparse_attention_tiles import VirtualRequests
 logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
 
 XFORMERS = "vllm_blend.attention.xformers.XFormersBackend"

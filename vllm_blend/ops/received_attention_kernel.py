@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from vllm_blend.ops.library import INTERPRETED
-from vllm_blend.ops.sparse_attention_kernel import Tiles, dot_keys, logit_scales
+from vllm_blend.ops.sparse_attention_kernel import dot_keys, logit_scales
+from vllm_blend.ops.sparse_attention_tiles import Tiles
 
 MAX_QUERIES = 32
 """Queries of a call: each program looks through all of ``last_keys`` for the number of keys."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
-from vllm_blend.ops.sparse_attention_kernel import choose_tiles, launch, rest_tiles
+from vllm_blend.ops.sparse_attention_kernel import launch
+from vllm_blend.ops.sparse_attention_tiles import choose_tiles, rest_tiles
 
 
 def sparse_attention(
