@@ -58,7 +58,7 @@ function remove(item) {
 }
 
 function shuffle() {
-  const items = [...at("documents").children], before = items.join && items.slice();
+  const items = [...at("documents").children], before = [...items];
   do {
     for (let i = items.length - 1; i > 0; i--) {
       const j = Math.floor(Math.random() * (i + 1));
@@ -265,10 +265,14 @@ function show(tokens, states, share) {
   }
   at("tokens").replaceChildren(...runs(0, tokens.length, states, states).map(([lo, hi]) =>
     make("span", { className: states[lo], textContent: tokens.slice(lo, hi).join("") })));
-  const owner = states.map((_, i) => places.findIndex(p => p.first <= i && i < p.last));
+  const owner = [];
+  states.forEach((_, i) => { // white space after a document is its own
+    const found = places.findIndex(p => p.first <= i && i < p.last);
+    owner.push(found < 0 && i && !tokens[i].trim() ? owner[i - 1] : found);
+  });
   at("strip").style.setProperty("--share", `${100 * share}%`);
   at("strip").replaceChildren(...runs(0, tokens.length, states, owner).map(([lo, hi]) => {
-    const part = make("span", { className: states[lo], textContent: owner[lo] < 0 ? "" : owner[lo] + 1,
+    const part = make("span", { className: states[lo], textContent: owner[lo] < 0 || hi - lo < 4 ? "" : owner[lo] + 1,
       title: `${hi - lo} tokens, ${states[lo]}` });
     part.style.flexGrow = hi - lo;
     return part;
@@ -319,6 +323,7 @@ at("shuffle").onclick = shuffle;
 at("ask").onclick = ask;
 at("stop").onclick = () => running?.abort();
 at("key").onchange = findModels;
+document.querySelector("form").onsubmit = event => event.preventDefault();
 document.addEventListener("keydown", event => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); ask(); }
 });

@@ -183,12 +183,17 @@ class Reports:
 
 
 def _spans(spans: Sequence[KeyedSpan], cached: int, blended: bool) -> list[list[Any]]:
-    """``[start, end, "reused" or "cached"]`` of the chunks that were; what is left is fresh."""
-    return [
-        [span.start, span.end, "cached" if span.end <= cached else "reused"]
-        for span in spans
-        if span.end <= cached or blended
-    ]
+    """``[start, end, "reused" or "cached"]`` of the chunks that were; what is left is fresh.
+
+    A chunk is both where vLLM's prefix cache, which is asked first, ends within it.
+    """
+    found: list[list[Any]] = []
+    for span in spans:
+        if span.start < cached:
+            found.append([span.start, min(span.end, cached), "cached"])
+        if blended and span.end > cached:
+            found.append([max(span.start, cached), span.end, "reused"])
+    return found
 
 
 def sizes(num_chunks: int, num_bytes: int, store: dict[str, int]) -> dict[str, dict[str, int]]:
