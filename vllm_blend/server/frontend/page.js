@@ -139,7 +139,8 @@ async function stream(panel, more, signal) {
         if (!event.startsWith("data: {")) continue;
         const chunk = JSON.parse(event.slice(6));
         if (chunk.error) throw new Error(chunk.error.message);
-        const piece = chunk.choices?.[0]?.delta?.content;
+        const delta = chunk.choices?.[0]?.delta;
+        const piece = delta?.content || delta?.reasoning;
         if (piece && found.first === null) {
           found.first = (performance.now() - start) / 1000;
           time.textContent = seconds(found.first);
