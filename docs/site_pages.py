@@ -1,7 +1,7 @@
 """mkdocs' hook (../mkdocs.yml): pages that are made of files outside docs/.
 
-The README becomes the first page; CHANGELOG, CONTRIBUTING and SECURITY become pages; a file that a
-page links to becomes a page with its text; reference.md is made of docstrings.
+Those of ``PAGES`` become pages; any other file that a page links to becomes a page with its text;
+reference.md is made of docstrings.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md"} | {
-    name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = {
+    "README.md": "index.md",
+    "deploy/README.md": "containers.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
 }
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 FENCES = {".py": "python", ".sh": "bash", ".yml": "yaml", ".json": "json"}

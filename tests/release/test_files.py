@@ -8,13 +8,12 @@ import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from settings_checks import check_json
 
 import vllm_blend
-from vllm_blend.server.config import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -81,8 +80,7 @@ def test_images_copy_what_is_there_and_start_a_blending_server(path: Path) -> No
         assert (ROOT / source).exists(), source
         assert any(fnmatch(source, pattern) or source.startswith(f"{pattern}/") for pattern in kept)
     (entrypoint,) = [json.loads(rest) for word, rest in lines if word == "ENTRYPOINT"]
-    values: Any = json.loads(entrypoint[entrypoint.index("--additional-config") + 1])
-    ServerSettings.from_mapping(values["vllm_blend"])
+    check_json("server", json.loads(entrypoint[entrypoint.index("--additional-config") + 1]))
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
@@ -90,3 +88,48 @@ def test_images_pass_hadolint(path: Path) -> None:
     if shutil.which("hadolint") is None:
         pytest.skip("no hadolint on PATH")
     assert subprocess.run(["hadolint", str(path)]).returncode == 0
+
+
+def commands() -> list[list[str]]:
+    """Arguments of the servers that compose and Kubernetes start."""
+    compose = yaml.safe_load((ROOT / "deploy/compose.yml").read_text())
+    found = [compose["services"][name]["command"] for name in ("cpu", "gpu")]
+    for part in yaml.safe_load_all((ROOT / "deploy/kubernetes.yml").read_text()):
+        if part["kind"] == "Deployment":
+            (container,) = part["spec"]["template"]["spec"]["containers"]
+            found += [container["args"]] if container["name"] == "server" else []
+    return found
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_what_is_deployed_is_accepted(at: int) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    words = commands()[at]
+    known = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= set(known)
+    check_json("server", json.loads(words[words.index("--additional-config") + 1]))
+
+
+def test_compose_mounts_what_is_there() -> None:
+    services = yaml.safe_load((ROOT / "deploy/compose.yml").read_text())["services"]
+    mounts = [volume for service in services.values() for volume in service.get("volumes", ())]
+    local = [mount.partition(":")[0] for mount in mounts if mount.startswith(".")]
+    assert len(local) == 3
+    for path in local:
+        assert (ROOT / "deploy" / path).exists(), path
+    for name in ("cpu", "gpu"):
+        assert (ROOT / services[name]["build"]["dockerfile"]).exists()
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+
+
+def test_prometheus_takes_its_configuration() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("no promtool on PATH")
+    path = ROOT / "deploy/monitoring/prometheus.yml"
+    assert subprocess.run(["promtool", "check", "config", str(path)]).returncode == 0
+    targets = yaml.safe_load(path.read_text())["scrape_configs"][0]["static_configs"][0]["targets"]
+    compose = yaml.safe_load((ROOT / "deploy/compose.yml").read_text())
+    assert targets == [f"{compose['x-server']['networks']['default']['aliases'][0]}:8000"]
