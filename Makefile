@@ -18,7 +18,7 @@ stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py csrc/cpu/* | sha2
 cpu := $(call stamp,cpu)
 test := $(call stamp,test)
 
-.PHONY: help demo test test-slow test-gpu build-gpu sanitize bench style clean
+.PHONY: help demo test test-slow test-gpu build-gpu sanitize bench site style clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -48,6 +48,10 @@ sanitize: ## compute-sanitizer over every GPU kernel, with $(PYTHON)
 
 bench: $(cpu) ## time to first token, full prefill against blended, on the CPU
 	$(bin)/python benchmarks/bench_ttft.py $(ARGS)
+
+site: $(test) ## the docs as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet
+	@echo "build/site/index.html"
 
 style: $(test) ## ruff, mypy, and clang-format where there is C++
 	$(bin)/ruff check .

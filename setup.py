@@ -120,7 +120,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_blend*"]),
-    package_data={"vllm_blend": ["py.typed", "core/stand_in.txt"]},
+    package_data={"vllm_blend": ["py.typed", "core/stand_in.txt", "server/frontend/page.*"]},
     # vLLM loads every entry point of this group at start-up, in each of its processes
     entry_points={"vllm.general_plugins": ["vllm_blend = vllm_blend.plugin:register"]},
     # no vllm here: its CUDA and its CPU build are two packages, and either will do
@@ -133,6 +133,9 @@ setup(
         "eval": ["rouge_score", "matplotlib", "jinja2"],
         "redis": ["redis"],  # the store's tiers
         "s3": ["boto3"],
+        # for clients of a server, which need nothing else of this
+        "langchain": ["langchain-openai"],
+        "llama-index": ["llama-index-llms-openai-like"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "openai", "accelerate", "gguf"],
     },
     classifiers=[

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1] / "vllm_blend"
 
 LOWER = {
     "core": set(),
+    "integrations": set(),
     "ops": {"core"},
     "compat": {"ops", "core"},
     "store": {"compat", "core"},

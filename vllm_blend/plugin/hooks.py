@@ -24,6 +24,12 @@ vLLM is patched through its registries where it has them. What is left is here:
     Goes when it has.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
+``load_endpoint_plugins``   wrapped, so that a setting adds our routes to the API server. vLLM loads
+    endpoint plugins only where VLLM_PLUGINS names them, which then leaves out all others.
+    Goes when an engine's configuration may name them.
+``OpenAIServingChat.chat_completion_stream_generator``,
+``OpenAIServingCompletion.completion_stream_generator``   wrapped, so that streams tell what was reused.
+    Goes when vLLM's streams have ``kv_transfer_params``, as its other answers do.
 ``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
     no request waits for.
     Goes when vLLM tells its scheduler of a shutdown.
@@ -70,6 +76,7 @@ logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its han
 def install_front_hooks() -> None:
     """In every process: the admission of requests, marked chunks, what was reused, an engine's end, a
     backend's name."""
+    import vllm.plugins
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.renderers.online_renderer import OnlineRenderer
@@ -83,6 +90,7 @@ def install_front_hooks() -> None:
     _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
+    _wrap(vllm.plugins, "load_endpoint_plugins", _with_routes)
     _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
     for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
         _wrap(EngineCore, name, _then_check_weights)
@@ -114,8 +122,11 @@ def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
     _wrap(GPUModelRunnerV2, "gather_batch_req_state", cuda.keep_plans_off_decode_graphs)
 
 
-def _wrap(owner: type, name: str, around: Any) -> None:
-    """Puts ``around(stock, self, ...)`` in a method's place; a class method's ``self`` is the class."""
+def _wrap(owner: Any, name: str, around: Any) -> None:
+    """Puts ``around(stock, self, ...)`` in a method's place; a class method's ``self`` is the class.
+
+    ``owner`` may be a module: ``self`` is then the function's first argument.
+    """
     found = inspect.getattr_static(owner, name)
     is_of_class = isinstance(found, classmethod)
     stock = found.__func__ if is_of_class else found
@@ -238,6 +249,19 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
     else:
         # approximate KV must not be found by an exact request through the prefix cache
         request.cache_salt = f"{request.cache_salt or ''}blend-{uuid.uuid4().hex}"
+
+
+def _with_routes(stock: Any, supported_tasks: Any) -> list[Any]:
+    """The API server's endpoint plugins, ours among them; called once, in its process alone."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    from vllm_blend.server.frontend.routes import BlendRoutes
+    from vllm_blend.server.frontend.streams import with_reports
+
+    _wrap(OpenAIServingChat, "chat_completion_stream_generator", with_reports)
+    _wrap(OpenAIServingCompletion, "completion_stream_generator", with_reports)
+    return [*stock(supported_tasks), BlendRoutes()]
 
 
 def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -129,6 +129,8 @@ class ServerSettings:
         background_share: share of the computed tokens that may go to chunks that were missed, while
             requests are waiting or running; an idle engine computes them at once.
         log_requests: one INFO line a request: what was blended, or why not.
+        page: serve a page at ``/blend`` to try blending on: documents, a question, and the answers with
+            and without. Whoever reaches the server sees it; it asks as any client does.
 
     Raises:
         ValueError: names the key, its value and what is allowed.
@@ -154,11 +156,12 @@ class ServerSettings:
     background_share: float = 0.2
     step_rows: int | None = None
     log_requests: bool = True
+    page: bool = False
     blend: BlendSettings = field(default_factory=BlendSettings)
     paced: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("auto", "parts", "report_sizes", "log_requests", "harvest"):
+        for name in ("auto", "parts", "report_sizes", "log_requests", "harvest", "page"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: true, false")
         for name in ("separator", "head"):

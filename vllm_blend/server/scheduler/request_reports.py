@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_blend.core.plans import KeyedPlan, KeyedSpan
@@ -79,6 +79,7 @@ class Reports:
             "reused_tokens": 0,
             "recomputed_tokens": 0,
             "cached_tokens": 0,
+            "spans": [],
             "lookup_seconds": lookup_seconds,
             "why_not": why_not,
             "asked": asked,
@@ -158,6 +159,8 @@ class Reports:
         report["recomputed_tokens"] = sum(window.recomputed for window in windows)
         if plan is not None:
             report["cached_chunks"] = sum(span.end <= cached for span in plan.spans)
+            if report["asked"]:
+                report["spans"] = _spans(plan.spans, cached, bool(reused))
             if reused:
                 report["chunks"] = len(plan.spans) - report["cached_chunks"]
             elif not report["why_not"]:
@@ -177,6 +180,20 @@ class Reports:
         if report["decision"] is not None and reused:
             missed += f"; ratio {report['decision']['ratio']:.2f}; {report['decision']['reason']}"
         logger.info("Request %s: %s; %s", request_id, what, missed)
+
+
+def _spans(spans: Sequence[KeyedSpan], cached: int, blended: bool) -> list[list[Any]]:
+    """``[start, end, "reused" or "cached"]`` of the chunks that were; what is left is fresh.
+
+    A chunk is both where vLLM's prefix cache, which is asked first, ends within it.
+    """
+    found: list[list[Any]] = []
+    for span in spans:
+        if span.start < cached:
+            found.append([span.start, min(span.end, cached), "cached"])
+        if blended and span.end > cached:
+            found.append([max(span.start, cached), span.end, "reused"])
+    return found
 
 
 def sizes(num_chunks: int, num_bytes: int, store: dict[str, int]) -> dict[str, dict[str, int]]:
