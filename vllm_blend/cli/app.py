@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_blend.cli import doctor
+from vllm_blend.cli import doctor, store
 from vllm_blend.cli.output import help_text
 from vllm_blend.compat.version import package_version
 
@@ -15,6 +15,7 @@ HELP = help_text(
 
     Exit codes: 0 all is well, 1 something wrong was found, 2 the call was wrong.""",
     "vllm-blend doctor",
+    "vllm-blend store stat /var/cache/chunks",
 )
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ def common(
 
 
 app.command("doctor", help=doctor.HELP)(doctor.doctor)
+app.add_typer(store.app, name="store", help=store.HELP)
 
 
 def main() -> None:

@@ -65,7 +65,8 @@ def examine(
     from vllm_blend.compat.version import why_not_registered
 
     if model is not None and model.startswith("-"):  # there was none, and `--` came first
-        model, arguments = None, [model, *arguments]
+        arguments = [model, *arguments]
+        model = None
     yield from check_install()
     usable = why_not_registered() is None
     served = None
