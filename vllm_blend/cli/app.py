@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_blend.cli import doctor, store
+from vllm_blend.cli import doctor, simulate, store
 from vllm_blend.cli.output import help_text
 from vllm_blend.compat.version import package_version
 
@@ -16,6 +16,7 @@ HELP = help_text(
     Exit codes: 0 all is well, 1 something wrong was found, 2 the call was wrong.""",
     "vllm-blend doctor",
     "vllm-blend store stat /var/cache/chunks",
+    "vllm-blend simulate trace.jsonl MODEL",
 )
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ def common(
 
 
 app.command("doctor", help=doctor.HELP)(doctor.doctor)
+app.command("simulate", help=simulate.HELP)(simulate.simulate)
 app.add_typer(store.app, name="store", help=store.HELP)
 
 

@@ -1,6 +1,6 @@
 """Records looked at from outside: listed, verified and removed without the model that wrote them.
 
-A record says its key's digest, its token ids and its shape. Its header and all checksums can be verified
+A record says its key's digest, token ids and shape. Its header and all checksums can be verified
 by these. Not its token ids: they are part of what the digest is made of, beside the weights and the
 tenant, which a record does not tell. (The store compares them with those that are asked for.)
 """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_blend.attention import BACKENDS
 from vllm_blend.cli.checks.finding import Finding, note, ok, wrong
 from vllm_blend.cli.checks.install import host_memory
+from vllm_blend.cli.engine_args import engine_config, first_line, parse
 from vllm_blend.cli.settings import unframed
 from vllm_blend.compat.support import why_unsupported
 from vllm_blend.server.chunks.chunk_registry import bytes_per_token
@@ -25,7 +24,7 @@ def serve_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
     Raises:
         ValueError: if they are wrong; says how.
     """
-    found = _parse(list(arguments)).additional_config
+    found = parse(list(arguments)).additional_config
     return unframed(found) if isinstance(found, Mapping) and CONFIG_KEY in found else None
 
 
@@ -40,9 +39,9 @@ def check_engine(
     """
     config = None
     try:
-        config = _config([*(["--model", model] if model else []), *arguments], settings)
+        config = engine_config([*(["--model", model] if model else []), *arguments], settings)
     except Exception as error:
-        yield wrong("engine", _first(error), "Mend the model, or the arguments after --.")
+        yield wrong("engine", first_line(error), "Mend the model, or the arguments after --.")
     if config is None:
         return
     name = config.model_config.architecture
@@ -68,7 +67,7 @@ def _check_backend(config: Any) -> Iterator[Finding]:
                 model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla
             )
     except Exception as error:
-        yield wrong("backend", _first(error), do)
+        yield wrong("backend", first_line(error), do)
         return
     if found.get_name() in BACKENDS:
         yield ok("backend", f"{found.get_name()} (vLLM may choose another one for some layers)")
@@ -81,7 +80,7 @@ def _check_settings(config: Any) -> Iterator[Finding]:
         settings = ServerSettings.of(config)
     except ValueError:
         return  # said of the settings by themselves
-    assert settings is not None  # _config has seen to it
+    assert settings is not None  # engine_config has seen to it
     model = config.model_config
     try:
         settings.blend.check_architecture([model.architecture])
@@ -133,35 +132,3 @@ def _check_verdicts(config: Any) -> Iterator[Finding]:
             yield wrong("probe", f"{where}: {verdict.refused}", "Serve this model without vllm_blend.")
         else:
             yield note("probe", f"{where}: {verdict.refused}")
-
-
-def _config(arguments: list[str], settings: Mapping[str, Any]) -> Any:
-    """vLLM's configuration; raises whatever vLLM refuses the arguments with."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    options = _parse(arguments)
-    found = options.additional_config if isinstance(options.additional_config, Mapping) else {}
-    options.additional_config = dict(found) | {CONFIG_KEY: dict(settings)}
-    return AsyncEngineArgs.from_cli_args(options).create_engine_config()
-
-
-def _parse(arguments: list[str]) -> Any:
-    """The options of ``vllm serve``; raises ValueError where they are wrong."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    except SystemExit:
-        line = said.getvalue().strip().rpartition("\n")[2]
-        raise ValueError(line.partition("error: ")[2] or line) from None
-
-
-def _first(error: Exception) -> str:
-    """What an error says, without what pydantic adds to it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Value error, ")]
-    text = (told or lines or [type(error).__name__])[0]
-    return text.removeprefix("Value error, ").partition(" [type=")[0]
