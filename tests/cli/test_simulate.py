@@ -4,71 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chat_tokenizers import make_tokenizer
-from engines import tiny_model
-from serving import NAME, sample, serving
+from traces import ARGUMENTS, documents, made_trace, simulate, write
 from typer.testing import CliRunner
 
 from vllm_blend.cli.app import app
-from vllm_blend.cli.client import Server, report_of
 from vllm_blend.cli.prompts import read_rows
 
-ARGUMENTS = ("--", "--dtype", "float32", "--max-model-len", "4096")
 TIMES = {
     "full": {"fixed": 0.01, "token": 0.0, "row": 1e-3, "pair": 0.0},
     "blended": {"fixed": 0.01, "token": 0.0, "row": 1e-3, "pair": 0.0},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template."""
-    folder = tiny_model(
-        "llama", tmp_path_factory.mktemp("model"), vocab_size=1280, max_position_embeddings=4096
-    )
-    make_tokenizer("qwen").save_pretrained(folder)
-    return folder
-
-
-def simulate(trace: Path, model: Path, *options: Any) -> Any:
-    call = ["simulate", str(trace), str(model), "--json", "--cache-gb", "0.05", *map(str, options)]
-    result = CliRunner().invoke(app, [*call, *ARGUMENTS])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def documents() -> list[str]:
-    return [text for number in range(1, 9) for text in sample(number)[0]]
-
-
-def made_trace(path: Path, number: int = 40) -> Path:
-    """Questions over four documents each, some documents more often than others; two tenants, and
-    text with separators, and a chat of another form."""
-    choose, texts = random.Random(5), documents()
-    weights = [1 / (rank + 1) for rank in range(len(texts))]
-    rows: list[dict[str, Any]] = []
-    for index in range(number):
-        chosen = list(dict.fromkeys(choose.choices(texts, weights, k=4)))
-        row: dict[str, Any] = {"chunks": chosen, "question": f"What is told in text {index}?"}
-        if index % 8 == 3:
-            row = {"prompt": "<|cut|>".join(["Read this.", *chosen, "Why?"]), "separator": "<|cut|>"}
-        elif index % 8 == 6:
-            parts = [{"type": "text", "text": text} for text in (*chosen, "And then?")]
-            row = {"messages": [{"role": "user", "content": parts}]}
-        rows.append(row | ({"tenant": "b"} if index % 5 == 4 else {}))
-    return write(path, rows)
 
 
 def test_what_comes_back_is_found(model: Path, tmp_path: Path) -> None:
@@ -170,37 +118,3 @@ def test_lines_may_be_compressed(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b'{"prompt": "a|b|c", "separator": "|"}\n\n'))
     (row,) = read_rows(path)
     assert (row.chunks, row.question) == (["b"], "c")
-
-
-# --- against a real server ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_trace(tmp_path_factory.mktemp("trace") / "trace.jsonl")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = {"parts": False, "report_sizes": True}
-    with serving(model, tmp_path_factory.mktemp("server"), {}, **settings) as url:
-        yield Server(url)
-
-
-@pytest.mark.slow
-def test_a_real_server_finds_as_much(server: Server, trace: Path, model: Path) -> None:
-    """The same trace, each prompt sent once the server is idle."""
-    there = chunks = reused = tokens = 0
-    for row in read_rows(trace):
-        path, body = row.request(NAME, chat=True, field={"report": True})
-        report = report_of(server.post(path, body))
-        hits = report["chunks"] + report["cached_chunks"]
-        there, chunks = there + hits, chunks + hits + report["missed_chunks"] + report["short_chunks"]
-        reused, tokens = reused + report["reused_tokens"], tokens + report["prompt_tokens"]
-        time.sleep(0.1)  # an idle engine computes what was missed
-    settings = json.dumps({"store": {"host_gb": 0.5}})
-    found = simulate(trace, model, "--settings", settings)
-    assert found["prompt_tokens"] == tokens and found["chunks"] == chunks
-    assert there / chunks > 0.4, "a trace in which nothing comes back tells nothing"
-    assert abs(found["hit_rate"] - there / chunks) < 0.05
-    assert abs(found["reused_share"] - reused / tokens) < 0.05

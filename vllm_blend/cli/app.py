@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_blend.cli import doctor, simulate, store
+from vllm_blend.cli import doctor, simulate, store, trial, warm
 from vllm_blend.cli.output import help_text
 from vllm_blend.compat.version import package_version
 
@@ -15,6 +15,8 @@ HELP = help_text(
 
     Exit codes: 0 all is well, 1 something wrong was found, 2 the call was wrong.""",
     "vllm-blend doctor",
+    "vllm-blend try MODEL prompts.jsonl",
+    "vllm-blend warm passages/ --url http://127.0.0.1:8000",
     "vllm-blend store stat /var/cache/chunks",
     "vllm-blend simulate trace.jsonl MODEL",
 )
@@ -45,6 +47,8 @@ def common(
 
 
 app.command("doctor", help=doctor.HELP)(doctor.doctor)
+app.command("try", help=trial.HELP)(trial.attempt)
+app.command("warm", help=warm.HELP)(warm.warm)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
 app.add_typer(store.app, name="store", help=store.HELP)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,17 @@ def engine_config(arguments: Sequence[str], settings: Mapping[str, Any]) -> Any:
     found = options.additional_config if isinstance(options.additional_config, Mapping) else {}
     options.additional_config = dict(found) | {CONFIG_KEY: dict(settings)}
     return AsyncEngineArgs.from_cli_args(options).create_engine_config()
+
+
+def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """Those that are not vLLM's defaults, for ``vllm.LLM``; raises ValueError where they are wrong."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given, default = parse(arguments), parse([])
+    names = [field.name for field in fields(EngineArgs) if hasattr(given, field.name)]
+    values = {name: getattr(given, name) for name in names}
+    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+    return {name: value for name, value in changed.items() if name != "additional_config"}
 
 
 def parse(arguments: Sequence[str]) -> Any:

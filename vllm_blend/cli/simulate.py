@@ -129,7 +129,7 @@ def figures(rows: Sequence[Row], server: Simulation, served: Sequence[Served]) -
 
 
 def gain(blended: Sequence[Served], full: Sequence[Served]) -> dict[str, Any]:
-    """Times to first token, queueing included, with blending and by vLLM with its prefix cache alone."""
+    """Times to first token, queueing included, with blending, and with vLLM's prefix cache alone."""
     one, other = [s.ttft for s in blended], [s.ttft for s in full]
     return {
         "ttft_s": {"median": median(one), "mean": mean(one)},
