@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from vllm_blend.core.prompt import TokenIds
 from vllm_blend.core.settings import PAPER, BlendSettings
 from vllm_blend.core.static_scores import movement
 from vllm_blend.eval import run as run_module
-from vllm_blend.eval.__main__ import main
 from vllm_blend.eval.data import Example, Passage
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.forcing import check_forced, forced_params
@@ -34,6 +34,11 @@ from vllm_blend.eval.stats import summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
 from vllm_blend.eval.tune import settings_of, tune
+
+
+def main(arguments: list[str]) -> None:
+    """What ``vllm-blend eval`` runs."""
+    import_module(f"vllm_blend.eval.{arguments[0]}").main(arguments[1:])
 
 
 @pytest.fixture(scope="module")

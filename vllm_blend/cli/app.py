@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_blend.cli import doctor, simulate, store, trial, warm
+from vllm_blend.cli import doctor, eval, simulate, store, trial, warm
 from vllm_blend.cli.output import help_text
 from vllm_blend.compat.version import package_version
 
@@ -51,6 +51,7 @@ app.command("try", help=trial.HELP)(trial.attempt)
 app.command("warm", help=warm.HELP)(warm.warm)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
 app.add_typer(store.app, name="store", help=store.HELP)
+app.add_typer(eval.app, name="eval", help=eval.HELP)
 
 
 def main() -> None:

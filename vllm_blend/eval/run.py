@@ -1,7 +1,7 @@
 """Runs methods on examples; the example scripts share it.
 
-python -m vllm_blend.eval run --task musique --data musique.jsonl.gz --methods full reuse hkvd@0.16
-python -m vllm_blend.eval run --task synthetic --synthetic cut --limit 100 --output out/cut
+vllm-blend eval run --task musique --data musique.jsonl.gz --methods full reuse hkvd@0.16
+vllm-blend eval run --task synthetic --synthetic cut --limit 100 --output out/cut
 python example/blend_musique.py                                     # a small set of our own
 """
 

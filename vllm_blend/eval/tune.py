@@ -1,6 +1,6 @@
 """Finds the smallest ratio, and the policy that needs it, at a stated quality on the user's prompts.
 
-    python -m vllm_blend.eval tune --data my_prompts.jsonl --task musique --quality 0.9 \\
+    vllm-blend eval tune --data my_prompts.jsonl --task musique --quality 0.9 \\
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
