@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import main
 
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.eval import across, compare

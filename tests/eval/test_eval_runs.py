@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import main
 
 from vllm_blend import Blender
 from vllm_blend.api.blender import Chunk
@@ -34,11 +34,6 @@ from vllm_blend.eval.stats import summarize
 from vllm_blend.eval.synthetic import synthetic
 from vllm_blend.eval.tasks import TASKS
 from vllm_blend.eval.tune import settings_of, tune
-
-
-def main(arguments: list[str]) -> None:
-    """What ``vllm-blend eval`` runs."""
-    import_module(f"vllm_blend.eval.{arguments[0]}").main(arguments[1:])
 
 
 @pytest.fixture(scope="module")
