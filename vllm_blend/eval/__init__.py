@@ -1,6 +1,6 @@
 """Evaluation: how much of full prefill's quality a way of reusing KV keeps.
 
-python -m vllm_blend.eval COMMAND      run, tune, across, compare, worst or report
+vllm-blend eval COMMAND      run, tune, across, compare, worst or report
 
 data.py       examples, from the paper's JSON or from JSON lines
 synthetic.py  tasks whose answer needs attention from chunk to chunk
@@ -15,5 +15,5 @@ tables.py     Markdown
 diagnose.py   deviation by token and layer, rank correlation, attention deviation
 figures.py    the same drawn
 run.py        a command, and what the example scripts share; tune.py, across.py, compare.py, worst.py,
-              report.py: a command each (``__main__.py``)
+              report.py: a command each
 """

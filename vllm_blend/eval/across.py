@@ -1,10 +1,10 @@
 """Tables over many runs: models, sets and methods beside each other.
 
-python -m vllm_blend.eval across methods .out/*            # a table a run: each method's numbers
-python -m vllm_blend.eval across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
-python -m vllm_blend.eval across lost .out/* --methods hkvd@0.16 ahead@0.16
-python -m vllm_blend.eval across recovered .out/* --methods hkvd@0.16 --of reuse
-python -m vllm_blend.eval across plot .out/* --policies hkvd ahead --output kl.svg
+vllm-blend eval across methods .out/*            # a table a run: each method's numbers
+vllm-blend eval across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
+vllm-blend eval across lost .out/* --methods hkvd@0.16 ahead@0.16
+vllm-blend eval across recovered .out/* --methods hkvd@0.16 --of reuse
+vllm-blend eval across plot .out/* --policies hkvd ahead --output kl.svg
 
 Intervals are 95%, by bootstrap over the examples; methods in one table are on the same examples. A mean
 over runs (a model's, a set's, all) gives each run the same weight.

@@ -1,4 +1,4 @@
-"""What the commands of ``python -m vllm_blend.eval`` share."""
+"""What the commands of ``vllm-blend eval`` share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import argparse
 def command_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:
     """An empty parser, of a command or, if that is None, of the script that runs."""
     return argparse.ArgumentParser(
-        prog=command and f"python -m vllm_blend.eval {command}",
+        prog=command and f"vllm-blend eval {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """Two methods beside each other, example by example, over the tasks of some runs.
 
-python -m vllm_blend.eval compare .out/cut .out/wikimqa --methods ahead@0.08 hkvd@0.16
-python -m vllm_blend.eval compare .out/* --methods ahead@0.08 hkvd@0.16 ahead@0.16 hkvd@0.16 --what kl
+vllm-blend eval compare .out/cut .out/wikimqa --methods ahead@0.08 hkvd@0.16
+vllm-blend eval compare .out/* --methods ahead@0.08 hkvd@0.16 ahead@0.16 hkvd@0.16 --what kl
 """
 
 from __future__ import annotations

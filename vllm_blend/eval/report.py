@@ -1,6 +1,6 @@
 """One self-contained HTML page: a prompt's deviation, and the figures of a run.
 
-    python -m vllm_blend.eval report --data inputs/eval/musique.json --task musique \\
+    vllm-blend eval report --data inputs/eval/musique.json --task musique \\
         --results .out/musique
 
 The page loads nothing: figures are inside it. It shows the first example of the data.

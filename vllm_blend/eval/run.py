@@ -1,7 +1,7 @@
 """Runs methods on examples; the example scripts share it.
 
-python -m vllm_blend.eval run --task musique --data musique.jsonl.gz --methods full reuse hkvd@0.16
-python -m vllm_blend.eval run --task synthetic --synthetic cut --limit 100 --output out/cut
+vllm-blend eval run --task musique --data musique.jsonl.gz --methods full reuse hkvd@0.16
+vllm-blend eval run --task synthetic --synthetic cut --limit 100 --output out/cut
 python example/blend_musique.py                                     # a small set of our own
 """
 
@@ -87,12 +87,15 @@ def methods_of(options: argparse.Namespace) -> list[str]:
     return [n if n in PLAIN or split_behind(n)[1] else f"{n}:behind={options.behind}" for n in names]
 
 
-def make_blender(model: Path | None, max_model_len: int, head: str = "", **engine: Any) -> Blender:
-    """An in-process engine that prefills a prompt in one step, on raw text after ``head``.
+def make_blender(
+    model: Path | None, max_model_len: int, head: str = "", chat: bool | None = False, **engine: Any
+) -> Blender:
+    """An in-process engine that prefills a prompt in one step, on text after ``head``.
 
     Prefix caching is on, since it is one of the methods; requests of others are salted apart.
 
     Args:
+        chat: as ``Blender``'s; False: raw text.
         engine: arguments of ``LLM``, instead of those chosen here.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -114,7 +117,7 @@ def make_blender(model: Path | None, max_model_len: int, head: str = "", **engin
         disable_log_stats=False,
     )
     llm = LLM(model=str(model or embedded_model()), **chosen | engine)
-    return Blender(llm, chat=False, head=head, stand_in="")  # methods say what comes before a chunk
+    return Blender(llm, chat=chat, head=head, stand_in="")  # methods say what comes before a chunk
 
 
 def runner_of(

@@ -1,6 +1,6 @@
 """Finds the smallest ratio, and the policy that needs it, at a stated quality on the user's prompts.
 
-    python -m vllm_blend.eval tune --data my_prompts.jsonl --task musique --quality 0.9 \\
+    vllm-blend eval tune --data my_prompts.jsonl --task musique --quality 0.9 \\
         --settings blend.json
 
 Quality is the share of full reuse's KL to full prefill that blending removes, over the first answer
@@ -41,11 +41,13 @@ def tune(
     policies: Sequence[str] = POLICIES,
     ratios: Sequence[float] = RATIOS,
     stand_in: bool = True,
+    kinds: Sequence[str] | None = None,
 ) -> Summary | None:
     """Tries every policy at each ratio, from the smallest ratio on, until one has the quality.
 
     Policies that need a layer loop are left out for models that have none. With ``stand_in`` each is
-    tried on chunks computed after another example's passages too, if there is another example.
+    tried on chunks computed after another example's passages too, if there is another example. With
+    ``kinds`` it is tried with these ends of a method's name instead (``methods.py``).
 
     Returns:
         The best method of the first ratio at which there is one; None if there is none at any. Its
@@ -59,9 +61,8 @@ def tune(
         raise ValueError(f"quality is {quality}; allowed: 0 to 1")
     if runner.blender.model.blending.loop is None:
         policies = [policy for policy in policies if BlendSettings(policy=policy).early]
-    kinds = [""]
-    if stand_in and len(examples) > 1:
-        kinds.append(BEHIND_OTHERS)
+    if kinds is None:
+        kinds = ["", BEHIND_OTHERS] if stand_in and len(examples) > 1 else [""]
     for ratio in sorted(ratios):
         names = [f"{policy}@{ratio:g}{kind}" for policy in policies for kind in kinds]
         found = summarize(runner.run(task, examples, ["reuse", *names]))

@@ -1,6 +1,6 @@
 """The examples at which a method is farthest from full prefill, to be read.
 
-python -m vllm_blend.eval worst .out/wikimqa .out/musique --method hkvd@0.16 --count 5
+vllm-blend eval worst .out/wikimqa .out/musique --method hkvd@0.16 --count 5
 """
 
 from __future__ import annotations

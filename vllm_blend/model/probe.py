@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 from vllm_blend.model.graphs import RowGraphs
+from vllm_blend.model.verdicts import ABOUT, Verdict, model_digest, verdict_of, verdicts_folder
 
 if TYPE_CHECKING:
     from vllm_blend.model.blending import Blending
@@ -51,33 +52,6 @@ MOVED = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.15}
 some ten times smaller; a wrong rotation, or a wrong position, is off by about 1."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the probes found.
-
-    Attributes:
-        refused: why the model cannot blend, or "".
-        rotations: of each layer, which of the rotations that it may have; -1: its K does not depend on
-            its position.
-        shift_error, identity_error, control_error: relative errors of the last hidden state.
-    """
-
-    refused: str = ""
-    rotations: tuple[int, ...] = ()
-    shift_error: float = 0.0
-    identity_error: float = 0.0
-    control_error: float = 0.0
-
-    def __str__(self) -> str:
-        rope = sum(index >= 0 for index in self.rotations)
-        return (
-            f"{rope} layers with RoPE, {len(self.rotations) - rope} without; the "
-            f"last hidden state moves by {self.shift_error:.1g} with shifted positions, by "
-            f"{self.identity_error:.1g} with exact KV at random rows, by {self.control_error:.1g} with "
-            "wrong KV"
-        )
-
-
 def probe(worker: Any, blending: Blending) -> str | None:
     """Gives each layer its rotation; returns why the model cannot blend, or None.
 
@@ -90,7 +64,7 @@ def probe(worker: Any, blending: Blending) -> str | None:
     if verdict is None:
         known = False
         verdict = probing.run()
-        _write(path, verdict)
+        _write(path, verdict, _about(blending))
     name = type(blending.inner).__name__
     if verdict.refused:
         return f"blending does not support {name}: {verdict.refused}"
@@ -317,10 +291,21 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # --- what is kept ------------------------------------------------------------------------------------
 
 
+def _about(blending: Blending) -> dict[str, str]:
+    """Of which engine a verdict is, for whoever has no engine."""
+    config = blending.vllm_config
+    return {
+        "model": model_digest(config.model_config),
+        "version": package_version(),
+        "vllm": vllm_version() or "",
+        "dtype": str(config.model_config.dtype),
+        "backends": ", ".join(sorted({attn.attn_backend.get_name() for attn in blending.attns})),
+        "ranks": str(num_ranks()),
+    }
+
+
 def _path(blending: Blending) -> Path:
     """Where the verdict is kept: by everything that it may depend on."""
-    from vllm import envs
-
     config = blending.vllm_config
     model = config.model_config
     said = [
@@ -337,27 +322,26 @@ def _path(blending: Blending) -> Path:
         type(blending.inner).__name__,
     ]
     digest = sha256(json.dumps(said, default=str).encode()).hexdigest()[:32]
-    return Path(envs.VLLM_CACHE_ROOT) / "vllm_blend" / "probes" / f"{digest}.json"
+    return verdicts_folder() / f"{digest}.json"
 
 
 def _read(path: Path) -> Verdict | None:
     """What was found before; None: nothing, or it cannot be read."""
     found: Verdict | None = None
     try:
-        values = json.loads(path.read_text())
-        found = Verdict(**(values | {"rotations": tuple(values["rotations"])}))
+        found = verdict_of({k: v for k, v in json.loads(path.read_text()).items() if k != ABOUT})
     except (OSError, ValueError, TypeError, KeyError):
         found = None
     # all ranks probe, or none
     return found if all_reduce_min([int(found is not None)]) == [1] else None
 
 
-def _write(path: Path, verdict: Verdict) -> None:
+def _write(path: Path, verdict: Verdict, about: dict[str, str] | None = None) -> None:
     """Keeps a verdict; a folder that cannot be written to is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{id(verdict)}")
-        part.write_text(json.dumps(asdict(verdict)))
+        part.write_text(json.dumps(asdict(verdict) | {ABOUT: about or {}}))
         part.replace(path)
     except OSError as error:
         logger.warning("vllm_blend: what the probes found could not be kept: %s", error)

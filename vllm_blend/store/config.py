@@ -57,7 +57,7 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
         ValueError: names what is unknown, missing or out of range.
         ImportError: if a tier's package is not installed; says which extra brings it.
     """
-    _check("store", values, {"host_gb"}, {*TIERS, *OPTIONS, "gpu_gb", "write_behind_gb"})
+    check_values(values)
     tiers = [_tier(name, values[name]) for name in TIERS if values.get(name) is not None]
     options = {name: values[name] for name in OPTIONS & values.keys()}
     if "checksum_key" in options:
@@ -68,12 +68,25 @@ def open_store(values: Mapping[str, Any]) -> ChunkStore:
     return ChunkStore(tiers, host_bytes=_bytes("store", "host_gb", values), **options)
 
 
-def _tier(name: str, values: Any) -> Tier:
-    make, place, optional = TIERS[name]
-    if not isinstance(values, Mapping):
-        kind = type(values).__name__  # the value may hold a password
-        raise ValueError(f"{name} is a {kind}; expected a mapping with {place} and budget_gb")
-    _check(name, values, {place, "budget_gb"}, optional)
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raises ValueError, which names the key that is unknown or missing, or the size that is none."""
+    _check("store", values, {"host_gb"}, {*TIERS, *OPTIONS, "gpu_gb", "write_behind_gb"})
+    for name in ("host_gb", "gpu_gb", "write_behind_gb"):
+        if name in values:
+            _bytes("store", name, values)
+    for name, (_, place, optional) in TIERS.items():
+        tier = values.get(name)
+        if tier is None:
+            continue
+        if not isinstance(tier, Mapping):
+            kind = type(tier).__name__  # the value may hold a password
+            raise ValueError(f"{name} is a {kind}; expected a mapping with {place} and budget_gb")
+        _check(name, tier, {place, "budget_gb"}, optional)
+        _bytes(name, "budget_gb", tier)
+
+
+def _tier(name: str, values: Mapping[str, Any]) -> Tier:
+    make = TIERS[name][0]
     options = {key: value for key, value in values.items() if key != "budget_gb"}
     if "password" in options:
         options["password"] = read_secret(f"password of {name}", options["password"])

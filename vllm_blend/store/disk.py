@@ -275,8 +275,8 @@ class DiskTier:
                     continue
                 if len(digest) == DIGEST_BYTES:
                     found.append((stat.st_mtime, digest, stat.st_size))
-            elif entry.name.endswith(".tmp"):
-                self._sweep(entry.path)
+            elif entry.name.endswith(".tmp") and sweep(entry.path):
+                self.stats.add("swept")
         return {digest: size for _, digest, size in sorted(found)}
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
@@ -289,20 +289,26 @@ class DiskTier:
             except OSError:
                 self.stats.add("list_failed")
 
-    def _sweep(self, path: str) -> None:
-        """Removes a temporary file whose writer is dead: nobody holds its lock."""
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+def sweep(path: str | os.PathLike[str], dry: bool = False) -> bool:
+    """Removes a temporary file whose writer is dead: nobody holds its lock. Returns whether it did.
+
+    Args:
+        dry: only says whether it would.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not dry:
             os.unlink(path)
-            self.stats.add("swept")
-        except OSError:
-            return  # it is alive, or the folder is read-only
-        finally:
-            os.close(file)
+        return True
+    except OSError:
+        return False  # the writer is alive, or the folder is read-only
+    finally:
+        os.close(file)
 
 
 class FileSource:

@@ -143,7 +143,7 @@ class RedisTier:
     def open(self, key: ChunkKey) -> RedisSource | None:
         layout = Layout.of(key, scored=True)  # it has the longer preamble
         with _errors():
-            *counts, preamble, size, counted = self._eval(OPEN, key, layout.preamble_bytes)
+            *counts, preamble, size, counted = self._eval(OPEN, key.digest, layout.preamble_bytes)
         self._count(counts)
         if size:
             return RedisSource(self._client, self._chunk + key.digest.hex(), preamble, size)
@@ -162,8 +162,43 @@ class RedisTier:
         raise TierError("contended", str(record.key), pause=False)
 
     def discard(self, key: ChunkKey) -> None:
+        self.remove(key.digest)
+
+    def remove(self, digest: bytes) -> None:
+        """Removes a record by its name."""
         with _errors():
-            self._count(self._eval(REMOVE, key))
+            self._count(self._eval(REMOVE, digest))
+
+    def source(self, digest: bytes, num_bytes: int) -> RedisSource | None:
+        """A record by its name, which does not count as its use; None: there is none.
+
+        Args:
+            num_bytes: that are read at once.
+        """
+        name = self._chunk + digest.hex()
+        with _errors():
+            start: Any = self._client.getrange(name, 0, num_bytes - 1)
+            size: Any = self._client.strlen(name)
+        return RedisSource(self._client, name, start, size) if size else None
+
+    def counted(self) -> dict[bytes, tuple[float, int]]:
+        """Time of last use and size of each record that is accounted for, by digest."""
+        used, sizes, _ = self._keys
+        with _errors():
+            at: Any = self._client.zrange(used, 0, -1, withscores=True)
+            of: Any = self._client.hgetall(sizes)
+        return {bytes.fromhex(name.decode()): (when, int(of.get(name, 0))) for name, when in at}
+
+    def stored(self) -> set[bytes]:
+        """Digests of the records that are there, accounted for or not."""
+        with _errors():
+            names = [name.decode() for name in self._client.scan_iter(f"{self._chunk}*", count=1000)]
+        return {bytes.fromhex(name.removeprefix(self._chunk)) for name in names}
+
+    def recount(self, digest: bytes) -> None:
+        """Accounts for a record as it is there, or is not."""
+        with _errors():
+            self._count(self._eval(OPEN, digest, 1)[:3])
 
     def usage(self) -> dict[str, int]:
         return dict(self._usage)
@@ -179,14 +214,14 @@ class RedisTier:
             stored: Any = transaction.getrange(name, 0, len(record.head) - 1)
             if record.adds_to(stored):
                 transaction.multi()
-                self._eval(RESERVE, record.key, len(data), self.budget_bytes, client=transaction)
+                self._eval(RESERVE, record.key.digest, len(data), self.budget_bytes, client=transaction)
                 transaction.set(name, data)
                 counts, _ = transaction.execute()
                 self._count(counts)
 
-    def _eval(self, script: str, key: ChunkKey, *args: int, client: Any = None) -> Any:
+    def _eval(self, script: str, digest: bytes, *args: int, client: Any = None) -> Any:
         on = client or self._client
-        return on.eval(script, len(self._keys), *self._keys, self._chunk, key.digest.hex(), *args)
+        return on.eval(script, len(self._keys), *self._keys, self._chunk, digest.hex(), *args)
 
     def _count(self, result: Any) -> None:
         evicted, num_bytes, entries = result

@@ -88,16 +88,11 @@ class S3Tier:
     def open(self, key: ChunkKey) -> S3Source | None:
         if not self.contains(key):
             return None
-        source = S3Source(self._client, self.bucket, self._object(key.digest))
-        with _errors():
-            try:
-                source.seek(0)
-            except ClientError as error:
-                if _status(error) != 404:
-                    raise
-                with self._lock:
-                    self._index.remove(key.digest)
-                raise Rejected(Reason.GONE) from None
+        source = self.source(key.digest)
+        if source is None:
+            with self._lock:
+                self._index.remove(key.digest)
+            raise Rejected(Reason.GONE)
         with self._lock:
             self._index.put(key.digest, source.num_bytes)
         return source
@@ -117,10 +112,26 @@ class S3Tier:
             self._index.put(digest, size)
 
     def discard(self, key: ChunkKey) -> None:
+        self.remove(key.digest)
+
+    def remove(self, digest: bytes) -> None:
+        """Removes a record by its name."""
         with self._lock:
-            self._index.remove(key.digest)
+            self._index.remove(digest)
         with _errors():
-            self._client.delete_object(Bucket=self.bucket, Key=self._object(key.digest))
+            self._client.delete_object(Bucket=self.bucket, Key=self._object(digest))
+
+    def source(self, digest: bytes) -> S3Source | None:
+        """A record by its name; None: there is none."""
+        source = S3Source(self._client, self.bucket, self._object(digest))
+        with _errors():
+            try:
+                source.seek(0)
+            except ClientError as error:
+                if _status(error) != 404:
+                    raise
+                return None
+        return source
 
     def usage(self) -> dict[str, int]:
         with self._lock:
@@ -130,13 +141,12 @@ class S3Tier:
         self._closed.set()
         self._client.close()
 
-    def refresh(self) -> None:
-        """Lists the bucket: what others added and removed.
+    def listed(self) -> dict[bytes, tuple[float, int]]:
+        """When each record was written, and its size, by digest.
 
         Raises:
-            TierError: if that fails.
+            TierError: if the bucket cannot be listed.
         """
-        before = set(self._index.digests())
         found: dict[bytes, tuple[float, int]] = {}
         with _errors():
             pages = self._client.get_paginator("list_objects_v2")
@@ -144,6 +154,16 @@ class S3Tier:
                 for item in page.get("Contents", []):
                     if (digest := _digest(item["Key"], self._prefix)) is not None:
                         found[digest] = item["LastModified"].timestamp(), item["Size"]
+        return found
+
+    def refresh(self) -> None:
+        """Lists the bucket: what others added and removed.
+
+        Raises:
+            TierError: if that fails.
+        """
+        before = set(self._index.digests())
+        found = self.listed()
         new = sorted(found.keys() - before, key=lambda digest: found[digest])
         with self._lock:
             for digest in new:

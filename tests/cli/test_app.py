@@ -1,0 +1,65 @@
+"""What all commands have in common, and the evaluation's, which parse their own arguments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_blend.cli.app import app
+from vllm_blend.cli.eval import COMMANDS
+from vllm_blend.compat.version import package_version
+
+NAMES = ("doctor", "try", "warm", "simulate")
+
+
+@pytest.mark.parametrize("arguments", [*((name,) for name in NAMES), ("store",), ("eval",), ()])
+def test_help_has_examples(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--help"])
+    assert result.exit_code == 0 and "Examples:" in result.stdout
+
+
+def test_the_version_is_the_package_s() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout.strip()) == (0, package_version())
+
+
+def test_an_unknown_command_is_a_wrong_call() -> None:
+    result = CliRunner().invoke(app, ["docter"])
+    assert result.exit_code == 2 and "No such command" in result.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_of_the_evaluation_has_its_own_help(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = CliRunner().invoke(app, ["eval", name, "--help"])
+    assert result.exit_code == 0
+    assert f"usage: vllm-blend eval {name} " in result.stdout
+
+
+def test_a_wrong_call_of_the_evaluation_is_one() -> None:
+    assert CliRunner().invoke(app, ["eval", "cli"]).exit_code == 2
+    assert CliRunner().invoke(app, ["eval"]).exit_code == 2
+    result = CliRunner().invoke(app, ["eval", "tune", "--quality", "much"])
+    assert result.exit_code == 2 and "--quality" in result.stderr
+
+
+def test_the_module_is_the_command_and_loads_no_engine_for_its_help() -> None:
+    code = (
+        "import sys; sys.argv = ['vllm-blend', '--help']\n"
+        "import runpy\n"
+        "try:\n    runpy.run_module('vllm_blend', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert 'vllm' not in sys.modules, 'the help loads vLLM'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: vllm-blend" in done.stdout
+
+
+def test_completion_is_offered() -> None:
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="vllm-blend")
+    assert result.exit_code == 0 and "vllm_blend" in result.stdout.lower().replace("-", "_")

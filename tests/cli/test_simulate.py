@@ -1,0 +1,120 @@
+"""What is simulated of a trace: by arithmetic where it is known, and by a real server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from traces import ARGUMENTS, documents, made_trace, simulate, write
+from typer.testing import CliRunner
+
+from vllm_blend.cli.app import app
+from vllm_blend.cli.prompts import read_rows
+
+TIMES = {
+    "full": {"fixed": 0.01, "token": 0.0, "row": 1e-3, "pair": 0.0},
+    "blended": {"fixed": 0.01, "token": 0.0, "row": 1e-3, "pair": 0.0},
+}
+
+
+def test_what_comes_back_is_found(model: Path, tmp_path: Path) -> None:
+    texts = documents()[:3]
+    rows = [
+        {"chunks": texts, "question": "Who?"},
+        {"chunks": texts[::-1], "question": "When?"},
+        {"chunks": texts, "question": "Who?", "tenant": "another"},
+    ]
+    found = simulate(write(tmp_path / "t.jsonl", rows), model)
+    assert (found["prompts"], found["chunks"]) == (3, 9)
+    assert found["hit_rate"] == pytest.approx(3 / 9)
+    assert 0.15 < found["reused_share"] < 1 / 3
+    assert 0 < found["recomputed_share"] < 0.1 * found["reused_share"]
+    assert "ttft_gain" not in found
+
+
+def test_memory_is_counted_and_bounded(model: Path, tmp_path: Path) -> None:
+    rows = [{"chunks": [text], "question": "Who?"} for text in documents()[:8]]
+    trace = write(tmp_path / "t.jsonl", rows * 2)
+    found = simulate(trace, model)
+    host = found["memory"]["host"]
+    assert host["chunks"] == 8 and host["bytes"] == found["all_chunks_bytes"]
+    assert found["hit_rate_second_half"] == 1.0
+    small = found["all_chunks_bytes"] * 0.4 / 1e9
+    less = simulate(trace, model, "--settings", json.dumps({"ram_gb": small}))
+    assert less["memory"]["host"]["evicted_chunks"] > 0
+    assert less["memory"]["host"]["bytes"] <= small * 1e9
+    assert less["hit_rate_second_half"] < 1.0
+    store = {"host_gb": small, "disk": {"folder": "/nowhere", "budget_gb": 1}}
+    tiered = simulate(trace, model, "--settings", json.dumps({"store": store}))
+    assert tiered["hit_rate_second_half"] == 1.0, "what memory drops, the disk has"
+    assert tiered["memory"]["disk"]["chunks"] >= 8
+
+
+def test_times_follow_the_fit(model: Path, tmp_path: Path) -> None:
+    fit = tmp_path / "times.json"
+    fit.write_text(json.dumps(TIMES))
+    texts = documents()[:4]
+    rows = [{"chunks": texts, "question": "Who?"}, {"chunks": texts[::-1], "question": "When was it?"}]
+    first = simulate(write(tmp_path / "1.jsonl", rows[:1]), model, "--times", fit)
+    assert first["ttft_gain"] == pytest.approx(1.0)
+    assert first["ttft_s"]["mean"] == pytest.approx(0.01 + 1e-3 * first["prompt_tokens"], rel=0.1)
+    both = simulate(write(tmp_path / "2.jsonl", rows), model, "--times", fit)
+    second = 2 * both["ttft_s"]["mean"] - first["ttft_s"]["mean"]
+    fresh = both["prompt_tokens"] - first["prompt_tokens"]
+    computed = 1 - (both["reused_share"] - both["recomputed_share"]) * both["prompt_tokens"] / fresh
+    computed -= both["prefix_cached_share"] * both["prompt_tokens"] / fresh
+    assert second == pytest.approx(0.01 + 1e-3 * fresh * computed, rel=0.1)
+    assert both["ttft_gain"] > 1.3
+
+
+def test_prompts_that_come_at_once_wait_for_each_other(model: Path, tmp_path: Path) -> None:
+    fit = tmp_path / "times.json"
+    fit.write_text(json.dumps(TIMES))
+    rows = [{"token_ids": [7 + i] * 1500, "at": 0.0} for i in range(4)]
+    queued = simulate(write(tmp_path / "1.jsonl", rows), model, "--times", fit)
+    apart = [row | {"at": 10.0 * i} for i, row in enumerate(rows)]
+    alone = simulate(write(tmp_path / "2.jsonl", apart), model, "--times", fit)
+    assert alone["ttft_s"]["mean"] == pytest.approx(1.51, rel=0.01)
+    assert queued["ttft_s"]["mean"] > 2 * alone["ttft_s"]["mean"]
+
+
+def test_what_people_read(model: Path, tmp_path: Path) -> None:
+    trace = made_trace(tmp_path / "t.jsonl", 6)
+    result = CliRunner().invoke(app, ["simulate", str(trace), str(model), *ARGUMENTS])
+    assert result.exit_code == 0, result.output
+    assert "chunks found" in result.stdout and "host" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "said"),
+    [
+        ("{", [], "line 1 of t.jsonl is no JSON"),
+        ('{"text": "a"}', [], "expected an object with one of chunks"),
+        ('{"chunks": ["a"]}', [], "has chunks and no question"),
+        ('{"prompt": "a", "at": -1}', [], "at is -1"),
+        ('{"prompt": "a"}', ["--measure"], "name it by --times"),
+        ('{"prompt": "a"}', ["--times", "/nowhere"], "is no fit"),
+        (
+            '{"prompt": "a"}',
+            ["--settings", '{"recomp_ratio": "auto", "store": {}}'],
+            "fixed recomp_ratio",
+        ),
+        ('{"prompt": "a"}', ["--settings", '{"polcy": 1}'], "unknown key 'polcy'"),
+        ('{"token_ids": [1, 2], "spans": [[0, 9]]}', [], "spans"),
+    ],
+)
+def test_wrong_calls(model: Path, tmp_path: Path, line: str, options: list[str], said: str) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(line + "\n")
+    result = CliRunner().invoke(app, ["simulate", str(trace), str(model), *options, *ARGUMENTS])
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_lines_may_be_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a|b|c", "separator": "|"}\n\n'))
+    (row,) = read_rows(path)
+    assert (row.chunks, row.question) == (["b"], "c")

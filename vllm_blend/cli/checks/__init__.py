@@ -1,0 +1,1 @@
+"""What ``vllm-blend doctor`` looks at, a file for each kind of check."""

@@ -1,0 +1,79 @@
+"""What the probes found of models, kept in vLLM's cache folder (``probe.py`` writes it)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from vllm_blend.compat.version import package_version
+
+ABOUT = "about"
+"""The key of a kept verdict that says of what it is."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the probes found.
+
+    Attributes:
+        refused: why the model cannot blend, or "".
+        rotations: of each layer, which of the rotations that it may have; -1: its K does not depend on
+            its position.
+        shift_error, identity_error, control_error: relative errors of the last hidden state.
+    """
+
+    refused: str = ""
+    rotations: tuple[int, ...] = ()
+    shift_error: float = 0.0
+    identity_error: float = 0.0
+    control_error: float = 0.0
+
+    def __str__(self) -> str:
+        rope = sum(index >= 0 for index in self.rotations)
+        return (
+            f"{rope} layers with RoPE, {len(self.rotations) - rope} without; the "
+            f"last hidden state moves by {self.shift_error:.1g} with shifted positions, by "
+            f"{self.identity_error:.1g} with exact KV at random rows, by {self.control_error:.1g} with "
+            "wrong KV"
+        )
+
+
+def verdict_of(values: Mapping[str, Any]) -> Verdict:
+    """A verdict of JSON values; raises KeyError or TypeError where they are not one."""
+    return Verdict(**{**values, "rotations": tuple(values["rotations"])})
+
+
+def verdicts_folder() -> Path:
+    """Where verdicts are kept."""
+    from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT) / "vllm_blend" / "probes"
+
+
+def kept_verdicts(model_config: Any) -> list[tuple[dict[str, str], Verdict]]:
+    """What was found of this model before, by engines of this version, the latest first; and of which
+    (``probe.py``'s ``_about``).
+
+    Args:
+        model_config: vLLM's.
+    """
+    found = []
+    for path in verdicts_folder().glob("*.json"):
+        try:
+            values = json.loads(path.read_text())
+            about = values.pop(ABOUT)
+            if about["model"] == model_digest(model_config) and about["version"] == package_version():
+                found.append((path.stat().st_mtime, about, verdict_of(values)))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return [(about, verdict) for _, about, verdict in sorted(found, key=lambda one: -one[0])]
+
+
+def model_digest(model_config: Any) -> str:
+    """Of a model's configuration."""
+    text: str = model_config.hf_config.to_json_string(use_diff=False)
+    return sha256(text.encode()).hexdigest()[:32]
