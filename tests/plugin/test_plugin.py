@@ -53,7 +53,42 @@ def test_registering_imports_no_model_code_and_repeats() -> None:
 
 
 def test_another_version_has_no_hook() -> None:
-    assert python(HOOKS, "0.33.0").splitlines()[-1] == "[] [0, 0]"
+    assert python(HOOKS, "0.34.0").splitlines()[-1] == "[] [0, 0]"
+
+
+MISFIT = """
+import logging, sys
+from vllm_blend.compat import fit
+from vllm_blend.compat.members import Member
+fit.members = lambda: [Member("v1.request", *sys.argv[1:])]
+said = []
+logging.getLogger("vllm.vllm_blend").addFilter(lambda record: said.append(record.getMessage()))
+from vllm_blend import plugin
+plugin.register()
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.renderers.registry import RENDERER_REGISTRY
+from vllm.v1.engine.core import EngineCore
+hooks = type(ModelRegistry).resolve_model_cls, EngineCore.wake_up
+print(said[0])
+print([hasattr(hook, "__wrapped__") for hook in hooks], RENDERER_REGISTRY.renderers["hf"][0], len(said))
+"""
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        (["Request.planted"], "vllm.v1.request.Request.planted is missing"),
+        (
+            ["Request.update_block_hashes", "self, planted"],
+            "vllm.v1.request.Request.update_block_hashes takes (self); expected (self, planted)",
+        ),
+    ],
+)
+def test_a_vllm_with_other_members_has_no_hook(member: list[str], sentence: str) -> None:
+    said, hooks = python(MISFIT, *member).splitlines()[-2:]
+    assert sentence in said and "is not as this vllm_blend knows it" in said
+    assert said.endswith("Blending is off.")
+    assert hooks == "[False, False] vllm.renderers.hf 1"
 
 
 def test_entry_point_is_installed() -> None:
@@ -72,7 +107,12 @@ def test_names_of_the_package() -> None:
 
 @pytest.mark.parametrize(
     ("version", "sentence"),
-    [(None, "vLLM is not installed"), ("0.33.0", "vLLM 0.33.0 is installed, but"), ("0.32.5", "")],
+    [
+        (None, "vLLM is not installed"),
+        ("0.34.0", "vLLM 0.34.0 is installed, but"),
+        ("0.33.0", "KVCacheManager.get_computed_blocks takes (self, request); expected"),
+        ("0.32.5", ""),
+    ],
 )
 def test_other_versions_are_left_alone_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch,

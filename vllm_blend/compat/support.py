@@ -35,7 +35,7 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         and speculative.method not in ("ngram", "suffix"),
         "vLLM's legacy Ray executor, whose workers skip what blending wraps "
         "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 does not)": parallel.distributed_executor_backend == "ray"
-        and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+        and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),  # 0.33 has that one alone
         "vLLM's Rust front end (VLLM_USE_RUST_FRONTEND), which runs no plugins": bool(
             envs.VLLM_USE_RUST_FRONTEND
         ),

@@ -15,8 +15,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,6 +24,7 @@ from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, KeyedPlan
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
 from vllm_blend.server.chunks.prefix_cache import (
     BlendKVCacheManager,
+    block_hasher,
     disown_blocks,
     name_blocks,
 )
@@ -71,9 +70,7 @@ class BlendScheduler(StepRoom):
         manager = self.kv_cache_manager
         self._caching: bool = manager.enable_caching
         if self._caching:
-            # as the engine makes it for clients' requests
-            hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-            hasher = get_request_block_hasher(self._block_size, hash_fn)
+            hasher = block_hasher(self.vllm_config, self._block_size)
             manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
             manager.blend_block_size = self._block_size
         self.blend_internal = InternalRequests(
