@@ -97,6 +97,9 @@ CALLED: Mapping[str, tuple[Member, ...]] = {
         Member(_CONTEXT, "get_forward_context", ""),
         Member(_CONTEXT, "is_forward_context_available", ""),
     ),
+    "model/adapter_rows.py": (
+        Member("lora.model_manager", "LoRAModelManager._set_adapter_mapping", "self, mapping"),
+    ),
     "model/probe.py": (Member("v1.core.sched.output", "SchedulerOutput.make_empty", "cls"),),
     "attention/cpu.py": (
         Member(
@@ -189,6 +192,13 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "cudagraph_runtime_mode",
             "is_padding",
         ),
+    ),
+    "model/adapter_rows.py": (
+        Member("lora.model_manager", "LoRAModelManager._last_mapping"),
+        Member("lora.layers", "LoRAMapping.index_mapping"),
+    ),
+    "store/adapters.py": each(
+        "lora.request", "LoRARequest", "lora_int_id", "lora_name", "lora_path", "load_inplace"
     ),
     "model/graphs.py": (Member("config.compilation", "CUDAGraphMode.NONE"),),
     "compat/adapters.py": (Member(_CONTEXT, "BatchDescriptor.num_tokens"),),

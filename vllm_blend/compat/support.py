@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat.cuda import graph_reasons
+from vllm_blend.core.settings import EARLY, BlendSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +31,8 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
         "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
-        "LoRA": vllm_config.lora_config is not None,
+        "LoRA on a GPU (on a CPU it is supported)": vllm_config.lora_config is not None
+        and vllm_config.device_config.device_type != "cpu",
         "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
         and speculative.method not in ("ngram", "suffix"),
         "vLLM's legacy Ray executor, whose workers skip what blending wraps "
@@ -54,6 +56,16 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
     if not found:
         return None
     return f"blending does not support {', '.join(found)}; start the engine without it"
+
+
+def check_lora_policy(vllm_config: VllmConfig, settings: BlendSettings) -> None:
+    """Raises ValueError if the policy needs the layer loop, and the engine has LoRA."""
+    if vllm_config.lora_config is not None and not settings.early:
+        raise ValueError(
+            f"policy is {settings.policy!r}, which looks at a check layer; an engine with LoRA can "
+            f"choose rows before layer 0 only, so allowed: {', '.join(sorted(EARLY))}, and products of "
+            "them"
+        )
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
