@@ -173,11 +173,24 @@ def test_policies_with_a_check_layer_are_refused(engine: Engine, prompts: list[l
         run_batch(engine, prompts[:1], [plan_of(kv, "", policy="hkvd")], [None])
 
 
-def test_a_blender_for_each_adapter(engine: Engine, adapters: list[Any]) -> None:
+class NoTokenizer:
+    """Of texts that are token ids."""
+
+    chat_template = None
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return []
+
+
+def test_a_blender_for_each_adapter(
+    engine: Engine, adapters: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of one are not another's, though their tokens are."""
+    monkeypatch.setattr(engine.llm, "get_tokenizer", NoTokenizer)
     text, question = engine.ids(60, seed=3), engine.ids(9, seed=4)
     options: dict[str, Any] = dict(head=engine.ids(4, seed=5), stand_in="", separator="", chat=False)
-    blenders = [Blender(engine.llm, lora_request=a, **options) for a in adapters]
+    settings = BlendSettings(policy="random", recomp_ratio=0.0)
+    blenders = [Blender(engine.llm, settings, lora_request=a, **options) for a in adapters]
     chunks = [blender.chunk(text) for blender in blenders]
     prompts = [b.prompt([chunk], question) for b, chunk in zip(blenders, chunks, strict=True)]
     for blender, prompt, adapter in zip(blenders, prompts, adapters, strict=True):

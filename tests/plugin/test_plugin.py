@@ -398,10 +398,13 @@ except RuntimeError as error:
 """
 
 
+REFUSED_OPTIONS = {"hf_overrides": {"ada_rms_norm_t_cond": True}, "enforce_eager": True}
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "sentence"),
     [
-        ({"enable_lora": True, "enforce_eager": True}, {}, "blending does not support LoRA"),
+        (REFUSED_OPTIONS, {}, "blending does not support ada_rms_norm_t_cond"),
         ({"enforce_eager": True}, {"VLLM_PLUGINS": "none"}, "has not loaded the plugin vllm_blend"),
         (
             {"enforce_eager": True},
@@ -409,7 +412,7 @@ except RuntimeError as error:
             "set VLLM_ENABLE_V1_MULTIPROCESSING=0",
         ),
     ],
-    ids=["lora", "not loaded", "other process"],
+    ids=["refused", "not loaded", "other process"],
 )
 def test_an_engine_that_cannot_blend_serves_and_says_why(
     tiny: Any, options: dict[str, Any], environment: dict[str, str], sentence: str
@@ -425,7 +428,7 @@ def test_asking_for_blending_where_it_cannot_be_stops_the_start(tiny: Any) -> No
     with pytest.raises(
         AssertionError, match="additional_config asks for vllm_blend, but blending does"
     ):
-        python(code, str(tiny("llama")), json.dumps({"enable_lora": True, "enforce_eager": True}))
+        python(code, str(tiny("llama")), json.dumps(REFUSED_OPTIONS))
 
 
 @pytest.mark.parametrize(
