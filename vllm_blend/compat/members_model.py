@@ -248,6 +248,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "logits_soft_cap",
             "sinks",
             "sliding_window",
+            "is_fp8_kv_cache",
         ),
         Member("envs", "VLLM_CPU_ATTN_SPLIT_KV"),
     ),
