@@ -29,6 +29,7 @@ def outputs(
     prompts: list[list[int]],
     fields: list[Any],
     cache_salt: str | None = None,
+    adapters: Sequence[Any] | None = None,
     **params: Any,
 ) -> list[Any]:
     from vllm import SamplingParams
@@ -39,7 +40,7 @@ def outputs(
         for field in fields
     ]
     tokens = [{"prompt_token_ids": ids, "cache_salt": cache_salt} for ids in prompts]
-    found: list[Any] = engine.llm.generate(tokens, each, use_tqdm=False)
+    found: list[Any] = engine.llm.generate(tokens, each, use_tqdm=False, lora_request=adapters)
     return found
 
 

@@ -53,7 +53,42 @@ def test_registering_imports_no_model_code_and_repeats() -> None:
 
 
 def test_another_version_has_no_hook() -> None:
-    assert python(HOOKS, "0.33.0").splitlines()[-1] == "[] [0, 0]"
+    assert python(HOOKS, "0.34.0").splitlines()[-1] == "[] [0, 0]"
+
+
+MISFIT = """
+import logging, sys
+from vllm_blend.compat import fit
+from vllm_blend.compat.members import Member
+fit.members = lambda: [Member("v1.request", *sys.argv[1:])]
+said = []
+logging.getLogger("vllm.vllm_blend").addFilter(lambda record: said.append(record.getMessage()))
+from vllm_blend import plugin
+plugin.register()
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.renderers.registry import RENDERER_REGISTRY
+from vllm.v1.engine.core import EngineCore
+hooks = type(ModelRegistry).resolve_model_cls, EngineCore.wake_up
+print(said[0])
+print([hasattr(hook, "__wrapped__") for hook in hooks], RENDERER_REGISTRY.renderers["hf"][0], len(said))
+"""
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        (["Request.planted"], "vllm.v1.request.Request.planted is missing"),
+        (
+            ["Request.update_block_hashes", "self, planted"],
+            "vllm.v1.request.Request.update_block_hashes takes (self); expected (self, planted)",
+        ),
+    ],
+)
+def test_a_vllm_with_other_members_has_no_hook(member: list[str], sentence: str) -> None:
+    said, hooks = python(MISFIT, *member).splitlines()[-2:]
+    assert sentence in said and "is not as this vllm_blend knows it" in said
+    assert said.endswith("Blending is off.")
+    assert hooks == "[False, False] vllm.renderers.hf 1"
 
 
 def test_entry_point_is_installed() -> None:
@@ -72,7 +107,12 @@ def test_names_of_the_package() -> None:
 
 @pytest.mark.parametrize(
     ("version", "sentence"),
-    [(None, "vLLM is not installed"), ("0.33.0", "vLLM 0.33.0 is installed, but"), ("0.32.5", "")],
+    [
+        (None, "vLLM is not installed"),
+        ("0.34.0", "vLLM 0.34.0 is installed, but"),
+        ("0.33.0", "KVCacheManager.get_computed_blocks takes (self, request); expected"),
+        ("0.32.5", ""),
+    ],
 )
 def test_other_versions_are_left_alone_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
@@ -358,10 +398,13 @@ except RuntimeError as error:
 """
 
 
+REFUSED_OPTIONS = {"hf_overrides": {"ada_rms_norm_t_cond": True}, "enforce_eager": True}
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "sentence"),
     [
-        ({"enable_lora": True, "enforce_eager": True}, {}, "blending does not support LoRA"),
+        (REFUSED_OPTIONS, {}, "blending does not support ada_rms_norm_t_cond"),
         ({"enforce_eager": True}, {"VLLM_PLUGINS": "none"}, "has not loaded the plugin vllm_blend"),
         (
             {"enforce_eager": True},
@@ -369,7 +412,7 @@ except RuntimeError as error:
             "set VLLM_ENABLE_V1_MULTIPROCESSING=0",
         ),
     ],
-    ids=["lora", "not loaded", "other process"],
+    ids=["refused", "not loaded", "other process"],
 )
 def test_an_engine_that_cannot_blend_serves_and_says_why(
     tiny: Any, options: dict[str, Any], environment: dict[str, str], sentence: str
@@ -385,7 +428,7 @@ def test_asking_for_blending_where_it_cannot_be_stops_the_start(tiny: Any) -> No
     with pytest.raises(
         AssertionError, match="additional_config asks for vllm_blend, but blending does"
     ):
-        python(code, str(tiny("llama")), json.dumps({"enable_lora": True, "enforce_eager": True}))
+        python(code, str(tiny("llama")), json.dumps(REFUSED_OPTIONS))
 
 
 @pytest.mark.parametrize(

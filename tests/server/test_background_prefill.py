@@ -42,6 +42,15 @@ def start(background: BackgroundPrefill) -> Any:
     return request
 
 
+def test_a_chunk_that_cannot_be_computed_any_more_is_dropped(known: ChunkRegistry) -> None:
+    background = BackgroundPrefill(
+        known, max_tokens=500, share=0.5, make_request=lambda name, ids, plan: None
+    )
+    background.add(CHUNK)
+    assert background.start(idle=True) == []
+    assert (background.num_dropped, len(background), known.num_tokens) == (1, 0, 0)
+
+
 def test_a_computed_chunk_is_scored_behind_the_other_context(background: BackgroundPrefill) -> None:
     background.add(CHUNK)
     computed = start(background)

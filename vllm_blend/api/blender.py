@@ -31,6 +31,7 @@ from vllm_blend.core.prompt import (
 )
 from vllm_blend.core.settings import NO_STAND_IN, BlendSettings
 from vllm_blend.core.static_scores import SCORING_TOKENS
+from vllm_blend.store.adapters import shelf
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -66,10 +67,13 @@ class Blender:
         salt: of the tenant whose chunks these are: others do not find them in the store.
         scored: compute each chunk with another context once more, for the scores by which the policy
             ``"static"`` chooses its tokens; None: if the settings have that policy.
+        lora_request: vLLM's, of the LoRA adapter that computes chunks and answers; None: the base model
+            does. An engine may have a blender for each adapter.
 
     Raises:
         RuntimeError: if the model cannot blend; says why.
-        FileNotFoundError: if there is a store, and no weights to tell the model by.
+        FileNotFoundError: if there is a store, and no weights to tell the model by; or no files of the
+            adapter.
         ValueError: if ``chat`` is True and there is no template, or if head and stand-in leave no room
             for a chunk.
 
@@ -90,6 +94,7 @@ class Blender:
         store: ChunkStore | None = None,
         salt: str = "",
         scored: bool | None = None,
+        lora_request: Any = None,
     ) -> None:
         self.llm = llm
         self.model = blend_model(llm)
@@ -113,7 +118,8 @@ class Blender:
             if len(self.stand_in) > room:
                 raise ValueError(f"stand_in has {len(self.stand_in)} tokens; allowed: {room} at most")
         self.store = store
-        self._salt = salt
+        self.adapter = self.model.blending.adapters.digest(lora_request)
+        self._salt = shelf(salt, self.adapter)
         # with a store, what nobody uses is its business
         self._chunks: MutableMapping[tuple[TokenIds, TokenIds], Chunk] = (
             {} if store is None else WeakValueDictionary()
@@ -129,7 +135,9 @@ class Blender:
                 checksum_key=store.checksum_key,
             )
         self.scored = "static" in self.settings.policies if scored is None else scored
-        self.collector = ChunkCollector(llm, self.frame.head, lambda: self.own_text)
+        self.collector = ChunkCollector(
+            llm, self.frame.head, lambda: self.own_text, lora_request, self.adapter
+        )
 
     def chunk(self, text: str | Sequence[int], *, head: str | Sequence[int] | None = None) -> Chunk:
         """The chunk of ``text`` (or token ids), with its KV; computed at first sight only."""
@@ -216,7 +224,7 @@ class Blender:
         missing = [pair for pair in unknown if pair not in chunks]
         made = self.collector.compute(missing, self.scored, use_tqdm)
         for (context, key), kv in zip(missing, made, strict=True):
-            chunks[context, key] = Chunk(key, kv, context)
+            chunks[context, key] = Chunk(key, kv, context, self.adapter)
             if self.store is not None:
                 self.store.put(self.key(key, context), kv)
         self._chunks.update(chunks)
@@ -301,7 +309,7 @@ class Blender:
             head: of this prompt instead of the blender's; it is computed with the prompt.
 
         Raises:
-            ValueError: if there is no chunk, or the question is empty.
+            ValueError: if there is no chunk, the question is empty, or a chunk is another adapter's.
         """
         if not chunks:
             raise ValueError("chunks is empty; blending needs at least one chunk")
@@ -313,7 +321,12 @@ class Blender:
         head_span = self.collector.head_span
         if head_span is not None and head_span.token_ids == tuple(token_ids):
             spans.append(head_span)
-        for chunk in chunks:
+        for index, chunk in enumerate(chunks):
+            if chunk.adapter != self.adapter:
+                raise ValueError(
+                    f"chunks[{index}] was computed with adapter {chunk.adapter!r}; allowed: chunks of "
+                    f"this blender's, {self.adapter!r}"
+                )
             if chunk.kv is not None:
                 place, exact = len(token_ids), chunk.context == tuple(token_ids)
                 spans.append(ChunkSpan(place, chunk.kv, chunk.token_ids, exact=exact))
@@ -321,7 +334,7 @@ class Blender:
         token_ids += text_ids(self.tokenizer, question, "question")
         token_ids += self.frame.tail
         token_ids += answer
-        return BlendPrompt(token_ids, tuple(spans))
+        return BlendPrompt(token_ids, tuple(spans), self.adapter)
 
     def generate(
         self,
@@ -355,7 +368,8 @@ class Blender:
             settings = [settings or self.settings] * len(many)
         elif len(settings) != len(many):
             raise ValueError(f"settings has {len(settings)} entries for {len(many)} prompts")
-        plans = [BlendPlan(p.spans, s) for p, s in zip(many, settings, strict=True)] if blend else None
+        pairs = zip(many, settings, strict=True)
+        plans = [BlendPlan(p.spans, s, adapter=p.adapter) for p, s in pairs] if blend else None
         outputs = self.collector.run([p.token_ids for p in many], each, plans, use_tqdm)
         return outputs[0] if isinstance(prompts, BlendPrompt) else outputs
 
@@ -371,7 +385,7 @@ class Blender:
         found = self.store.get_many([self.key(ids, context) for context, ids in chunks])
         all_ranks_have = tensor_parallel.all_reduce_min([kv is not None for kv in found])
         return [
-            Chunk(ids, kv, context)
+            Chunk(ids, kv, context, self.adapter)
             for (context, ids), kv, there in zip(chunks, found, all_ranks_have, strict=True)
             if there
         ]

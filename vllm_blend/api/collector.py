@@ -26,13 +26,23 @@ class ChunkCollector:
         head: what every prompt begins with; its KV is computed now.
         other_text: gives a text of the kind that chunks are of. Scores tell how K and V move where it
             stands before a chunk, too.
+        lora_request: vLLM's, of the adapter that all of them run with; None: the base model.
+        adapter: its digest.
 
     Attributes:
         head_span: the head with its KV, which is exact; None: there is no head.
     """
 
-    def __init__(self, llm: LLM, head: TokenIds, other_text: Callable[[], TokenIds]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        head: TokenIds,
+        other_text: Callable[[], TokenIds],
+        lora_request: Any = None,
+        adapter: str = "",
+    ) -> None:
         self._llm = llm
+        self._lora_request, self._adapter = lora_request, adapter
         self._head = head
         self._other_text = other_text
         self._prefixes: dict[TokenIds, StoredKV] = {}
@@ -54,7 +64,9 @@ class ChunkCollector:
         for clone, plan in zip(each, plans or [], strict=plans is not None):
             clone.extra_args = (clone.extra_args or {}) | {EXTRA_ARG: plan}
         tokens: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        return self._llm.generate(tokens, each, use_tqdm=use_tqdm) if tokens else []
+        if not tokens:
+            return []
+        return self._llm.generate(tokens, each, use_tqdm=use_tqdm, lora_request=self._lora_request)
 
     def collect(
         self,
@@ -72,7 +84,7 @@ class ChunkCollector:
         from vllm import SamplingParams
 
         known = self._prefixes | dict(prefixes or {})
-        plans = [CollectPlan(len(c), prefix=known.get(c)) for c in contexts]
+        plans = [CollectPlan(len(c), prefix=known.get(c), adapter=self._adapter) for c in contexts]
         prompts = [list(context + ids) for context, ids in zip(contexts, chunks, strict=True)]
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         self.run(prompts, [params] * len(prompts), plans, use_tqdm)

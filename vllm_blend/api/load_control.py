@@ -70,7 +70,8 @@ def measure_engine(blender: Blender, longest: int | None = None, repeat: int = 3
     for size in measurement.sizes:
         room = size - len(frame.head) - other
         parts = [ids(min(256, room - at)) for at in range(0, room, 256)]
-        chunks = [Chunk(*both) for both in zip(parts, blender.collect(parts), strict=True)]
+        made = zip(parts, blender.collect(parts), strict=True)
+        chunks = [Chunk(*both, adapter=blender.adapter) for both in made]
         prompts[size] = blender.prompt(chunks, question)
     while (run := measurement.next) is not None:
         size, ratio = run
@@ -184,7 +185,7 @@ class PacedBlender:
         wanted = [key for key, load in zip(keys, decision.load, strict=True) if load]
         found = iter(self.store.get_many(wanted, layerwise=True))
         chunks = [
-            Chunk(one, next(found) if load else None, context)
+            Chunk(one, next(found) if load else None, context, blender.adapter)
             for one, context, load in zip(ids, contexts, decision.load, strict=True)
         ]
         prompt = blender.prompt(chunks, question)

@@ -13,20 +13,23 @@ from vllm_blend.core.prompt import TokenIds
 class Chunk:
     """A chunk's token ids, separator included, and their KV, computed after ``context`` alone.
 
-    Without KV it is computed with the prompt, like the question.
+    Without KV it is computed with the prompt, like the question. ``adapter``: digest of the LoRA
+    adapter that computed it; empty: the base model.
     """
 
     token_ids: TokenIds
     kv: StoredKV | None = field(repr=False)
     context: TokenIds = field(default=(), repr=False)
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
 class BlendPrompt:
-    """Token ids of a prompt, and where its chunks stand in it."""
+    """Token ids of a prompt, where its chunks stand in it, and the digest of their LoRA adapter."""
 
     token_ids: list[int]
     spans: tuple[ChunkSpan, ...]
+    adapter: str = ""
 
     @property
     def num_reused(self) -> int:

@@ -109,8 +109,9 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
         """
         block_size = layer.kv_cache.shape[2]
         blocks = block_table[: -(-num_tokens // block_size)].long()
-        keys = _keys(layer.kv_cache)[blocks].flatten(2)[..., self._order(layer)]
-        return keys.transpose(1, 2).flatten(0, 1)[:num_tokens]
+        keys = _keys(self._typed(layer.kv_cache))[blocks].flatten(2)[..., self._order(layer)]
+        keys = keys.transpose(1, 2).flatten(0, 1)[:num_tokens]
+        return keys.to(layer.dtype) * layer._k_scale_float if self.is_fp8_kv_cache else keys
 
     def _order(self, layer: Any) -> torch.Tensor:
         """Where in a head's block each K is, ``[block_size, head_size]``: the kernel's own order, which
@@ -119,14 +120,24 @@ class CPUBlendImpl(CPUAttentionBackendImpl, BlendAttention):  # stock first: it 
         if self._orders.get(block_size) is None:
             scratch = layer.kv_cache.new_zeros(1, 1, block_size, width)
             numbers = torch.arange(block_size * width // 2)
-            found, base, place = torch.zeros_like(numbers), 128, 1  # bfloat16 holds numbers up to 256
+            # bfloat16 holds whole numbers up to 256, fp8 with two bits of mantissa up to 8
+            base, dtype = (8, layer.dtype) if self.is_fp8_kv_cache else (128, scratch.dtype)
+            scale = layer._k_scale_float if self.is_fp8_kv_cache else 1.0
+            found, place = torch.zeros_like(numbers), 1
             while place < len(numbers):
-                digits = (numbers // place % base).view(block_size, 1, -1).to(scratch.dtype)
+                digits = (numbers // place % base).view(block_size, 1, -1).to(dtype) * scale
                 self.do_kv_cache_update(layer, digits, digits, scratch, torch.arange(block_size))
-                found += _keys(scratch).flatten().long() * place
+                found += _keys(self._typed(scratch)).flatten().float().round().long() * place
                 place *= base
             self._orders[block_size] = torch.empty_like(numbers).index_copy_(0, found, numbers)
         return self._orders[block_size].view(block_size, -1)
+
+    def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """A paged cache in the type that its bytes are of."""
+        if not self.is_fp8_kv_cache:
+            return kv_cache
+        is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
+        return kv_cache.view(torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn)
 
     @cached_property
     def _orders(self) -> dict[int, torch.Tensor]:

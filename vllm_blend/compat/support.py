@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat.cuda import graph_reasons
+from vllm_blend.core.settings import EARLY, BlendSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its handlers apply
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""vLLM's names for the paged cache's types."""
 
 
 def why_unsupported(vllm_config: VllmConfig) -> str | None:
@@ -24,18 +29,20 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     speculative = vllm_config.speculative_config
-    config = model.hf_config
+    config, device_type = model.hf_config, vllm_config.device_config.device_type
+    cache_dtype = vllm_config.cache_config.cache_dtype
     reasons = {
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
         "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
-        "LoRA": vllm_config.lora_config is not None,
+        "LoRA on a GPU (on a CPU it is supported)": vllm_config.lora_config is not None
+        and device_type != "cpu",
         "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
         and speculative.method not in ("ngram", "suffix"),
         "vLLM's legacy Ray executor, whose workers skip what blending wraps "
         "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 does not)": parallel.distributed_executor_backend == "ray"
-        and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+        and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),  # 0.33 has that one alone
         "vLLM's Rust front end (VLLM_USE_RUST_FRONTEND), which runs no plugins": bool(
             envs.VLLM_USE_RUST_FRONTEND
         ),
@@ -47,13 +54,25 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "ada_rms_norm_t_cond": bool(getattr(config, "ada_rms_norm_t_cond", False)),
         "bidirectional attention (is_causal=False)": not getattr(config, "is_causal", True),
-        f"kv_cache_dtype {vllm_config.cache_config.cache_dtype}": vllm_config.cache_config.cache_dtype
-        not in ("auto", "float16", "bfloat16", "float32"),
+        f"kv_cache_dtype {cache_dtype}": cache_dtype not in (*CACHE_DTYPES, *FP8_CACHE_DTYPES),
+        f"kv_cache_dtype {cache_dtype} on a GPU (on a CPU it is supported)": cache_dtype
+        in FP8_CACHE_DTYPES
+        and device_type != "cpu",
     } | graph_reasons(vllm_config)
     found = [reason for reason, there in reasons.items() if there]
     if not found:
         return None
     return f"blending does not support {', '.join(found)}; start the engine without it"
+
+
+def check_lora_policy(vllm_config: VllmConfig, settings: BlendSettings) -> None:
+    """Raises ValueError if the policy needs the layer loop, and the engine has LoRA."""
+    if vllm_config.lora_config is not None and not settings.early:
+        raise ValueError(
+            f"policy is {settings.policy!r}, which looks at a check layer; an engine with LoRA can "
+            f"choose rows before layer 0 only, so allowed: {', '.join(sorted(EARLY))}, and products of "
+            "them"
+        )
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:

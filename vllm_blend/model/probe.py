@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_blend.attention.rotation import Rotation, rotations_in
+from vllm_blend.compat.support import FP8_CACHE_DTYPES
 from vllm_blend.compat.version import package_version, vllm_version
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import LayerKV
@@ -50,6 +51,11 @@ CONTROL = 7
 MOVED = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.15}
 """Largest relative error of a layer's K (the median of its tokens), and of a hidden state. Rounding is
 some ten times smaller; a wrong rotation, or a wrong position, is off by about 1."""
+
+
+MOVED_FP8 = 0.5
+"""The same of a shifted prompt over a paged cache in eight bits: K at other positions is rounded to
+other values there. (Exact KV at its own positions is rounded as full prefill's is.)"""
 
 
 def probe(worker: Any, blending: Blending) -> str | None:
@@ -91,6 +97,8 @@ class Probing:
         self._shift = min(SHIFT, longest - self._num_tokens - 1)
         self._dtype = config.model_config.dtype
         self._tolerance = MOVED.get(self._dtype, 0.15)
+        is_fp8 = config.cache_config.cache_dtype in FP8_CACHE_DTYPES
+        self._shift_tolerance = MOVED_FP8 if is_fp8 else self._tolerance
         self._device = torch.device(worker.device)
         self._known: dict[int, list[Rotation]] = {}
         generator = torch.Generator().manual_seed(0)
@@ -107,16 +115,16 @@ class Probing:
             if all_reduce_min([int(rotation is not None)]) == [0]:
                 worst = worst or (
                     f"layer {index}'s K moves with its position otherwise than any rotary module of "
-                    f"the model turns it (off by {min(errors):.2g}, allowed {self._tolerance})"
+                    f"the model turns it (off by {min(errors):.2g}, allowed {self._shift_tolerance})"
                 )
             found.append(-1 if rotation is None else rotation)
         if worst:
             return Verdict(worst)
         shift_error = relative_error(shifted, expected)
-        if not shift_error < self._tolerance:
+        if not shift_error < self._shift_tolerance:
             return Verdict(
                 f"its answer depends on where a prompt's positions begin (the last hidden state moves "
-                f"by {shift_error:.2g}, allowed {self._tolerance})"
+                f"by {shift_error:.2g}, allowed {self._shift_tolerance})"
             )
         self.give(found)
         kv = self._stored(here)
@@ -196,14 +204,14 @@ class Probing:
         """Which rotation takes K here to K there: -1: none; None: no rotation of the model does."""
         here = self._positions()
         errors = [token_error(k, moved)]
-        if errors[0] >= self._tolerance / 10:  # else it stays as it is
+        if errors[0] >= self._shift_tolerance / 10:  # else it stays as it is
             for rotation in self._candidates(index):
                 turned = rotation.rotate(rotation.undo(k, here), here + self._shift)
                 errors.append(token_error(turned, moved))
-                if errors[-1] < self._tolerance / 10:
+                if errors[-1] < self._shift_tolerance / 10:
                     break
         best = min(range(len(errors)), key=errors.__getitem__)
-        return (best - 1 if errors[best] < self._tolerance else None), errors
+        return (best - 1 if errors[best] < self._shift_tolerance else None), errors
 
     def _collect(self, shift: int) -> tuple[list[LayerKV], torch.Tensor]:
         """K as attention writes it and V of each layer, and the last hidden state."""
@@ -314,6 +322,7 @@ def _path(blending: Blending) -> Path:
         vllm_version(),
         model.hf_config.to_json_string(use_diff=False),
         str(model.dtype),
+        str(config.cache_config.cache_dtype),
         model.max_model_len,
         str(model.quantization),
         num_ranks(),

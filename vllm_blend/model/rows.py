@@ -20,6 +20,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 
+from vllm_blend.compat.adapters import eager_descriptor
 from vllm_blend.model.active_rows import ActiveRows
 
 
@@ -55,7 +56,9 @@ class Inputs:
             for tensor in (self.input_ids, self.inputs_embeds)
         ]
         changes = dict(
-            cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None, is_padding=None
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            batch_descriptor=eager_descriptor(frame.num_rows),
+            is_padding=None,
         )
         context, positions = frame.context(attns, **changes), frame.positions
 

@@ -40,6 +40,7 @@ from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.server.worker.tier_io import TierIO
+from vllm_blend.store.adapters import Adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,7 +107,7 @@ def attach(
         return
     blending: Blending = model.blending
     blending.vllm_config, blending.model = vllm_config, model
-    blending.chunks = ChunkCache()
+    blending.chunks, blending.adapters = ChunkCache(), Adapters()
     inner = blending.inner = getattr(model, "model", model)
     inner.cache_fuse_metadata, inner.old_kvs = CacheFuseMetadata(), None
     inner.__dict__["blending"] = blending  # not a module of its own

@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat import cuda
 from vllm_blend.compat.engine_access import model_of, register_model
-from vllm_blend.compat.support import report_unsupported, why_unsupported
+from vllm_blend.compat.support import check_lora_policy, report_unsupported, why_unsupported
 from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
 from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
@@ -76,7 +76,7 @@ logger = logging.getLogger("vllm.vllm_blend")  # below vLLM's logger, so its han
 def install_front_hooks() -> None:
     """In every process: the admission of requests, marked chunks, what was reused, an engine's end, a
     backend's name."""
-    import vllm.plugins
+    from vllm import plugins
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.renderers.online_renderer import OnlineRenderer
@@ -90,7 +90,7 @@ def install_front_hooks() -> None:
     _wrap(type(ModelRegistry), "resolve_model_cls", _blendable)
     _wrap(InputProcessor, "process_inputs", _admit)
     _wrap(OutputProcessor, "process_outputs", _count_reports)
-    _wrap(vllm.plugins, "load_endpoint_plugins", _with_routes)
+    _wrap(plugins, "load_endpoint_plugins", _with_routes)
     _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
     for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
         _wrap(EngineCore, name, _then_check_weights)
@@ -172,6 +172,7 @@ def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     if settings is None:
         return config
     settings.blend.check_architecture([config.model_config.architecture])
+    check_lora_policy(config, settings.blend)
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is not None:
         reason: str | None = (
@@ -241,8 +242,11 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
         raise ValueError("a prompt that is streamed cannot be blended; send it whole")
     check_can_blend(request)
     plan.check(request.prompt_token_ids, blending.kv_shape)
+    _check_adapter(request, plan, blending)
     if isinstance(plan, BlendPlan) and blending.loop is None:
         plan.settings.check_architecture([type(blending.model).__name__.removeprefix("Blend")])
+    if isinstance(plan, BlendPlan):
+        check_lora_policy(blending.vllm_config, plan.settings)
     params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed
@@ -262,6 +266,20 @@ def _with_routes(stock: Any, supported_tasks: Any) -> list[Any]:
     _wrap(OpenAIServingChat, "chat_completion_stream_generator", with_reports)
     _wrap(OpenAIServingCompletion, "completion_stream_generator", with_reports)
     return [*stock(supported_tasks), BlendRoutes()]
+
+
+def _check_adapter(request: Any, plan: BlendPlan | CollectPlan, blending: Blending) -> None:
+    """Raises ValueError if the plan's KV is not of the request's adapter."""
+    lora_request = request.lora_request
+    if why := blending.adapters.why_unknown(lora_request):
+        raise ValueError(why)
+    digest = blending.adapters.digest(lora_request)
+    if plan.adapter != digest:
+        name = "no adapter" if lora_request is None else f"the adapter {lora_request.lora_name!r}"
+        raise ValueError(
+            f"adapter of the plan is {plan.adapter!r}, but the request has {name} ({digest!r}): KV is "
+            "reused with the adapter that computed it alone"
+        )
 
 
 def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:

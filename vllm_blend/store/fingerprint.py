@@ -130,7 +130,7 @@ def model_key(
     if vllm_config.load_config.load_format == "dummy":  # random weights: the seed says which
         weights = f"dummy seed {model.seed}"
     else:
-        weights = weights_fingerprint(_local(model.model, model.revision))
+        weights = weights_fingerprint(local_folder(model.model, model.revision))
     text = json.dumps([weights, config], sort_keys=True, default=str)
     rope = {name: value for name, value in config.items() if "rope" in name or "max_position" in name}
     return ModelKey(
@@ -155,7 +155,8 @@ def _stable(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _local(model: str, revision: str | None) -> Path:
+def local_folder(model: str, revision: str | None) -> Path:
+    """A folder, or that of a name whose files are on this machine."""
     if os.path.exists(model):
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -10,7 +10,8 @@ from typing import Any
 
 from vllm_blend.cli.checks.finding import Finding, note, ok, wrong
 from vllm_blend.cli.client import Server, ServerError, report_of
-from vllm_blend.compat.version import SUPPORTED_VLLM
+from vllm_blend.compat.fit import is_known
+from vllm_blend.compat.members import VERSIONS
 
 SERIES = "vllm:blend_"
 START = """vllm serve MODEL --additional-config '{"vllm_blend": {}}'"""
@@ -42,11 +43,11 @@ def _check_version(server: Server) -> Iterator[Finding]:
         version = str(server.get("/version").json()["version"])
     except (ServerError, KeyError, ValueError):
         return  # a gateway may hide it
-    if not version.startswith(SUPPORTED_VLLM):
+    if not is_known(version):
         yield wrong(
             "server",
             f"it runs vLLM {version}",
-            f"Start it with vLLM {SUPPORTED_VLLM}*, where vllm-blend is installed.",
+            f"Start it with vLLM {' or '.join(VERSIONS)}, where vllm-blend is installed.",
         )
 
 

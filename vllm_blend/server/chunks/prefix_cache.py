@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 
 from vllm_blend.core.plans import KeyedPlan
 
@@ -77,20 +78,34 @@ def name_blocks(request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> 
     request.blend_names.give(request, request.blend_names.first)
 
 
+def block_hasher(vllm_config: Any, block_size: int) -> Callable[[Any], list[BlockHash]]:
+    """Names blocks as the engine does for clients' requests.
+
+    vLLM 0.33 may hash some tokens behind a block too, for drafters.
+    """
+    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    ahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+    hasher: Callable[[Any], list[BlockHash]] = get_request_block_hasher(
+        block_size, hash_fn, *([ahead] if ahead else [])
+    )
+    return hasher
+
+
 class BlendKVCacheManager:
     """Mixin for vLLM's ``KVCacheManager``: a blended request's search for cached blocks."""
 
     blend_block_size: int
 
-    def get_computed_blocks(self, request: Any) -> Any:
+    def get_computed_blocks(self, request: Any, *limit: int | None, **limits: int | None) -> Any:
+        """Finds a request's blocks; vLLM 0.33 also says how many tokens of them it takes at most."""
         names: BlockNames | None = getattr(request, "blend_names", None)
         stock: Any = super()
         if names is None or not stock.prefix_cache_lookup_enabled(request):
-            return stock.get_computed_blocks(request)
+            return stock.get_computed_blocks(request, *limit, **limits)
         request.block_hashes = names.exact
-        exact = stock.get_computed_blocks(request)
+        exact = stock.get_computed_blocks(request, *limit, **limits)
         names.give(request, names.first)
-        mixed = stock.get_computed_blocks(request)
+        mixed = stock.get_computed_blocks(request, *limit, **limits)
         if mixed[1] >= max(exact[1] + 1, names.end):
             return mixed
         names.give(request, max(names.first, exact[1] // self.blend_block_size))

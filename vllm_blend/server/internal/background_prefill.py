@@ -38,7 +38,8 @@ class BackgroundPrefill:
         chunks: where they become known.
         max_tokens: of a chunk and its context; longer ones are not computed.
         share: of the computed tokens, for an engine that is not idle.
-        make_request: an engine request of ``(request_id, token_ids, plan)``.
+        make_request: an engine request of ``(request_id, token_ids, plan)``; None: the chunk cannot be
+            computed any more.
         scoring: what a chunk's KV is computed after once more for its tokens' scores, if that is
             wanted.
 
@@ -165,10 +166,16 @@ class BackgroundPrefill:
             return []
         plan = CollectPlan(len(context), num_prompt_tokens=cost, key=key, chunk=chunk, scored=scored)
         request_id = f"vllm_blend-chunk-{next(_numbers)}"
+        request = self._make_request(request_id, [*context, *chunk.token_ids], plan)
+        if request is None:
+            if not scored:
+                self.chunks.cancel(key)
+            self.num_dropped += 1
+            return []
         self._running[request_id] = plan
         if not idle:
             self._pay(request_id, cost)
-        return [self._make_request(request_id, [*context, *chunk.token_ids], plan)]
+        return [request]
 
     def _next(self, idle: bool) -> tuple[FairQueue, ChunkKey, ChunkIds] | None:
         """The chunk that is to be computed, or scored, next; and the queue that it is first in."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, KeyedPlan
+from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, CollectPlan, KeyedPlan
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, chunk_contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
@@ -15,6 +15,7 @@ from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.internal.calibration import KEY as CALIBRATION_KEY
 from vllm_blend.server.internal.calibration import Calibration
+from vllm_blend.store.adapters import Adapters
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -34,6 +35,7 @@ class InternalRequests:
         calibration: the measurement; None: without a store there is nothing to decide by it.
         background: the missed chunks.
         contexts: what chunks are computed after.
+        adapters: of clients' requests; a chunk is computed with its own.
         stopped: the engine is shutting down: nothing is begun but what a client's request waits for.
     """
 
@@ -49,6 +51,7 @@ class InternalRequests:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
         self.stopped = False
+        self.adapters = Adapters()
         self.contexts = chunk_contexts(
             vllm_config,
             settings.system,
@@ -117,9 +120,17 @@ class InternalRequests:
         return self.calibration is None or self.calibration.done or not self.calibration.wanted
 
     def _make(self, request_id: str, token_ids: list[int], plan: Any) -> Any:
+        """An engine request; None: the adapter of its chunk is not to be had any more."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
+        adapter = None
+        if isinstance(plan, CollectPlan) and plan.chunk is not None:
+            try:
+                adapter = self.adapters.request(plan.chunk.tenant)
+            except FileNotFoundError as error:
+                logger.warning("vllm_blend: a chunk is not computed: %s", error)
+                return None
         params = SamplingParams(
             max_tokens=1,
             temperature=0,
@@ -127,7 +138,9 @@ class InternalRequests:
             skip_reading_prefix_cache=True,
             extra_args={EXTRA_ARG: plan},
         )
-        request: Any = Request(request_id, token_ids, params, None, block_hasher=self._hasher)
+        request: Any = Request(
+            request_id, token_ids, params, None, lora_request=adapter, block_hasher=self._hasher
+        )
         if isinstance(plan, KeyedPlan) and self._hasher is not None:
             name_blocks(request, plan, request_id, self._block_size)
         return request

@@ -15,8 +15,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,6 +24,7 @@ from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, KeyedPlan
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
 from vllm_blend.server.chunks.prefix_cache import (
     BlendKVCacheManager,
+    block_hasher,
     disown_blocks,
     name_blocks,
 )
@@ -38,6 +37,7 @@ from vllm_blend.server.scheduler.request_reports import Reports, sizes
 from vllm_blend.server.scheduler.step_room import StepRoom
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 from vllm_blend.server.scheduler.waiting import State, Waiting
+from vllm_blend.store.adapters import shelf
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -71,9 +71,7 @@ class BlendScheduler(StepRoom):
         manager = self.kv_cache_manager
         self._caching: bool = manager.enable_caching
         if self._caching:
-            # as the engine makes it for clients' requests
-            hash_fn = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-            hasher = get_request_block_hasher(self._block_size, hash_fn)
+            hasher = block_hasher(self.vllm_config, self._block_size)
             manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
             manager.blend_block_size = self._block_size
         self.blend_internal = InternalRequests(
@@ -126,6 +124,8 @@ class BlendScheduler(StepRoom):
             blend_request = BlendRequest.from_wire(wire)
             if request.resumable or request.request_id in self.requests:
                 self._refuse(request, blend_request, STREAMED)
+            elif why := self.blend_internal.adapters.why_unknown(request.lora_request):
+                self._refuse(request, blend_request, why)
             elif self.blend_fetches is None:
                 self._plan(request, blend_request)
             else:
@@ -156,7 +156,7 @@ class BlendScheduler(StepRoom):
         """Takes a waiting request as far as it gets now."""
         waiting, calibration = fetches.waiting[request.request_id], self.blend_internal.calibration
         assert calibration is not None
-        tenant = _tenant(request, waiting.blend_request)
+        tenant = self._shelf(request, waiting.blend_request)
         indexed = not waiting.blend_request.auto or fetches.claim(tenant)
         state = waiting.advance(time.monotonic(), calibration.done, indexed)
         if state not in (State.ASK, State.DECIDE):
@@ -201,7 +201,7 @@ class BlendScheduler(StepRoom):
         start = time.perf_counter()
         params = request.sampling_params
         tokens = tuple(request.prompt_token_ids)
-        tenant = _tenant(request, blend_request)
+        tenant = self._shelf(request, blend_request)
         found = self.blend_lookup(tenant, tokens, blend_request, request.request_id)
         spans, why = found.spans, ""
         if not spans:
@@ -443,6 +443,11 @@ class BlendScheduler(StepRoom):
             self._forget(request_id, answered=True)
         return False
 
+    def _shelf(self, request: Any, blend_request: BlendRequest) -> str:
+        """Where the request's chunks are kept: its tenant's, of its adapter."""
+        tenant = blend_request.tenant or request.cache_salt or ""
+        return shelf(tenant, self.blend_internal.adapters.digest(request.lora_request))
+
     def _sizes(self) -> dict[str, Any]:
         host = len(self.blend_chunks), self.blend_chunks.num_tokens * self.blend_token_bytes
         return sizes(*host, self._store_stats) | {
@@ -459,7 +464,3 @@ class BlendSyncScheduler(BlendScheduler, Scheduler):
 
 class BlendAsyncScheduler(BlendScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler with blending."""
-
-
-def _tenant(request: Any, blend_request: BlendRequest) -> str:
-    return blend_request.tenant or request.cache_salt or ""

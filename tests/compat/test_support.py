@@ -1,0 +1,50 @@
+"""What is supported on a CPU and not on a GPU yet is refused there by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_blend.compat.support import check_lora_policy, why_unsupported
+from vllm_blend.core.settings import BlendSettings
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"enable_lora": True}, "LoRA on a GPU (on a CPU it is supported)"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 on a GPU (on a CPU it is supported)"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2 on a GPU"),
+        ({}, None),
+    ],
+)
+def test_what_a_gpu_cannot_do_yet_is_refused_there(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sentence: str | None
+) -> None:
+    arguments = EngineArgs(model=str(tiny("llama")), enforce_eager=True, **options)
+    config = arguments.create_engine_config()
+    assert why_unsupported(config) is None
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    found = why_unsupported(config)
+    assert (sentence is None) == (found is None)
+    assert sentence is None or (sentence in str(found))
+
+
+def test_another_quantized_cache_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineArgs(model=str(tiny("llama")), enforce_eager=True).create_engine_config()
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "int8_per_token_head")
+    assert "blending does not support kv_cache_dtype int8_per_token_head;" in str(
+        why_unsupported(config)
+    )
+
+
+def test_policies_with_a_check_layer_need_an_engine_without_lora(tiny: Any) -> None:
+    model = str(tiny("llama"))
+    plain = EngineArgs(model=model, enforce_eager=True).create_engine_config()
+    check_lora_policy(plain, BlendSettings(policy="hkvd"))
+    lora = EngineArgs(model=model, enforce_eager=True, enable_lora=True).create_engine_config()
+    check_lora_policy(lora, BlendSettings(policy="ahead*static"))
+    with pytest.raises(ValueError, match="an engine with LoRA can choose rows before layer 0 only"):
+        check_lora_policy(lora, BlendSettings(policy="hkvd"))

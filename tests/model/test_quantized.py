@@ -1,0 +1,114 @@
+"""Quantized paged caches and weights: the identities, within what eight bits are off themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine, make_engine, relative_error, tiny_model
+from quantize import int4_model, int8_model
+
+LENGTH, QUESTION = 420, 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of narrower weights than others': it does not amplify rounding."""
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"), initializer_range=0.12)
+
+
+def first_logits(engine: Engine) -> tuple[list[int], torch.Tensor]:
+    """A prompt, and the logits that full prefill gives it."""
+    prompt = engine.ids(LENGTH, 1)
+    return prompt, engine.run(prompt, max_tokens=1)[1]
+
+
+# --- the paged cache in fp8 -------------------------------------------------------------------------
+
+needs_avx512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
+)
+
+
+@pytest.fixture(scope="module")
+def unrounded(folder: Path) -> torch.Tensor:
+    with make_engine(folder) as engine:
+        return first_logits(engine)[1]
+
+
+@pytest.fixture(scope="module", params=["fp8", "fp8_e5m2"])
+def fp8(request: pytest.FixtureRequest, unrounded: torch.Tensor, folder: Path) -> Iterator[Engine]:
+    # prompts are prefilled in two windows
+    with make_engine(folder, kv_cache_dtype=request.param, max_num_batched_tokens=256) as engine:
+        yield engine
+
+
+@needs_avx512
+def test_a_cache_in_fp8_takes_a_byte_a_value(fp8: Engine) -> None:
+    assert all(attn.kv_cache.dtype.itemsize == 1 for attn in fp8.model.blending.attns)
+
+
+@needs_avx512
+@pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
+@pytest.mark.parametrize("ratio", [0.0, 0.16, 1.0])
+def test_exact_kv_over_a_cache_in_fp8_is_its_full_prefill(
+    fp8: Engine, unrounded: torch.Tensor, policy: str, ratio: float
+) -> None:
+    prompt, full = first_logits(fp8)
+    noise = relative_error(full, unrounded)
+    assert noise > 1e-4  # else nothing was rounded
+    exact = fp8.collect(prompt)
+    with fp8.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
+        _, logits = fp8.run(prompt, max_tokens=1)
+    assert relative_error(logits, full) < noise
+
+
+@needs_avx512
+def test_wrong_kv_over_a_cache_in_fp8_is_not(fp8: Engine, unrounded: torch.Tensor) -> None:
+    prompt, full = first_logits(fp8)
+    wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in fp8.collect(prompt)]
+    with fp8.blending(wrong, QUESTION, recomp_ratio=0.0, policy="random"):
+        _, logits = fp8.run(prompt, max_tokens=1)
+    assert relative_error(logits, full) > relative_error(full, unrounded)
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[int4_model, int8_model], ids=["int4", "int8"])
+def weights(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    quantized = request.param(folder, tmp_path_factory.mktemp("quantized"))
+    with make_engine(quantized, dtype="bfloat16") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
+def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy: str) -> None:
+    prompt, full = first_logits(weights)
+    exact = weights.collect(prompt)
+    for ratio in (0.0, 0.16, 1.0):
+        with weights.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
+            _, logits = weights.run(prompt, max_tokens=1)
+        assert relative_error(logits, full) < 0.02
+
+
+def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:
+    prompt, full = first_logits(weights)
+    wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in weights.collect(prompt)]
+    with weights.blending(wrong, QUESTION, recomp_ratio=0.0, policy="random"):
+        _, logits = weights.run(prompt, max_tokens=1)
+    assert relative_error(logits, full) > 0.1
+
+
+def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine) -> None:
+    prompt, full = first_logits(weights)
+    torch.manual_seed(0)
+    noise: Any = [[torch.randn_like(t) for t in layer] for layer in weights.collect(prompt)]
+    with weights.blending(noise, QUESTION, recomp_ratio=1.0, policy="random"):
+        _, logits = weights.run(prompt, max_tokens=1)
+    assert relative_error(logits, full) < 0.02
