@@ -169,9 +169,17 @@ def run(
     engine: Engine, prompts: list[list[int]], plans: list[Any], max_tokens: int = 8
 ) -> list[list[int]]:
     """Greedy tokens of prompts that run as one batch, each with its plan or None."""
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], greedy(plans, max_tokens), use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy(plans: Sequence[Any], max_tokens: int) -> list[Any]:
+    """vLLM's ``SamplingParams`` of requests, each with its plan or None."""
     from vllm import SamplingParams
 
-    params = [
+    return [
         SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -181,10 +189,6 @@ def run(
         )
         for plan in plans
     ]
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
-    )
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def plan_for(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import Engine
+from engines import Engine, greedy
 
 TARGETS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -56,22 +56,10 @@ def run_batch(
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens of prompts that run as one batch, each with its plan and ``LoRARequest`` or None;
     and the logits of their first tokens, ``[num_prompts, vocab_size]``."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=None if plan is None else {"blend": plan},
-        )
-        for plan in plans
-    ]
     with engine.watched() as logits:
         outputs = engine.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
-            params,
+            greedy(plans, max_tokens),
             use_tqdm=False,
             lora_request=list(adapters),
         )

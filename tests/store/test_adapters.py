@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +32,10 @@ def test_the_content_makes_the_digest(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_adapter_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no LoRA adapter"):
-        adapter_digest(str(tmp_path))
-    assert "holds no LoRA adapter" in Adapters().why_unknown(asked(tmp_path))
+    for path in (tmp_path, tmp_path / "gone", Path("someone/no-such-adapter")):
+        with pytest.raises(FileNotFoundError, match="holds no LoRA adapter"):
+            adapter_digest(str(path))
+        assert "holds no LoRA adapter" in Adapters().why_unknown(asked(path))
 
 
 def test_shelves_differ_whatever_tenants_are_called(tmp_path: Path) -> None:
@@ -67,3 +69,6 @@ def test_a_chunk_is_not_computed_with_another_adapter(tmp_path: Path) -> None:
         adapters.request(name)
     with pytest.raises(FileNotFoundError, match="gone, or were changed"):
         Adapters().request(name)
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError, match="gone, or were changed"):
+        adapters.request(name)

@@ -140,11 +140,11 @@ class Source:
 
 
 def flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, and those under ``if``, ``try`` and ``with``."""
+    """Statements, and those under them, but for those of functions and classes."""
     for node in body:
         yield node
         for block in ("body", "orelse", "finalbody"):
-            if isinstance(node, ast.If | ast.Try | ast.With):
+            if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
                 yield from flat(getattr(node, block, []))
         if isinstance(node, ast.Try):
             for handler in node.handlers:
@@ -175,7 +175,7 @@ def members_of(owner: ast.ClassDef) -> dict[str, ast.stmt]:
     found = {name: node for node in flat(owner.body) for name in names(node)}
     for method in owner.body:
         if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
-            for node in ast.walk(method):
+            for node in flat(method.body):
                 if isinstance(node, ast.Assign | ast.AnnAssign):
                     for name in names(node):
                         found.setdefault(name, node)

@@ -8,6 +8,8 @@ adapters.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -39,15 +41,28 @@ def adapter_digest(path: str) -> str:
     Raises:
         FileNotFoundError: if it has no weights here.
     """
-    folder = local_folder(path, None)
-    found = [folder / name for name in FILES if (folder / name).is_file()]
-    if len(found) < 2:
-        raise FileNotFoundError(f"{folder} holds no LoRA adapter: {' and '.join(FILES[:2])}")
+    files = _files(path)
+    if len(files) < 2:
+        raise FileNotFoundError(f"{path} holds no LoRA adapter: {' and '.join(FILES[:2])}")
     hasher = blake3()
-    for file in found:
+    for file in files:
         hasher.update(f"{file.name}:{file.stat().st_size};".encode())
         hasher.update_mmap(file)
     return hasher.hexdigest(DIGITS // 2)
+
+
+def _files(path: str) -> list[Path]:
+    try:
+        folder = local_folder(path, None)
+    except (OSError, ValueError):  # no such folder, and no such name
+        return []
+    return [folder / name for name in FILES if (folder / name).is_file()]
+
+
+def _stamp(path: str) -> tuple[tuple[int, int], ...]:
+    """Of an adapter's files: changes with them, and takes no time."""
+    states = [file.stat() for file in _files(path)]
+    return tuple((state.st_size, state.st_mtime_ns) for state in states)
 
 
 def shelf(tenant: str, adapter: str = "") -> str:
@@ -64,6 +79,20 @@ def adapter_of(name: str) -> str:
     return "" if digest == BASE else digest
 
 
+@dataclass(frozen=True)
+class Known:
+    """An adapter that a request has had.
+
+    Attributes:
+        digest, stamp: of its files, as they were when vLLM was to load them.
+        request: vLLM's ``LoRARequest``.
+    """
+
+    digest: str
+    stamp: tuple[tuple[int, int], ...]
+    request: Any
+
+
 class Adapters:
     """The adapters of an engine's requests.
 
@@ -73,8 +102,7 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._digests: dict[int, str] = {}
-        self._requests: dict[str, Any] = {}
+        self._known: dict[int, Known] = {}
 
     def digest(self, lora_request: Any) -> str:
         """Of a request's adapter; empty: it has none.
@@ -87,18 +115,18 @@ class Adapters:
         """
         if lora_request is None:
             return ""
-        number = lora_request.lora_int_id
-        if number not in self._digests or lora_request.load_inplace:
-            self._digests[number] = adapter_digest(lora_request.lora_path)
-        digest = self._digests[number]
-        self._requests[digest] = lora_request
-        return digest
+        number, path = lora_request.lora_int_id, lora_request.lora_path
+        known = self._known.get(number)
+        if known is None or (lora_request.load_inplace and known.stamp != _stamp(path)):
+            stamp = _stamp(path)  # before the files are read: they may change meanwhile
+            known = self._known[number] = Known(adapter_digest(path), stamp, lora_request)
+        return known.digest
 
     def why_unknown(self, lora_request: Any) -> str:
         """Why an adapter cannot be told from others; empty: it can."""
         try:
             self.digest(lora_request)
-        except FileNotFoundError as error:
+        except OSError as error:
             return str(error)
         return ""
 
@@ -106,12 +134,12 @@ class Adapters:
         """A ``LoRARequest`` for the adapter of a shelf; None: it is the base model's.
 
         Raises:
-            FileNotFoundError: if the adapter is not known, or its files are others now.
+            FileNotFoundError: if the adapter is not known, or its files were changed.
         """
         digest = adapter_of(name)
         if not digest:
             return None
-        known = self._requests.get(digest)
-        if known is None or adapter_digest(known.lora_path) != digest:
-            raise FileNotFoundError(f"the files of the adapter {digest} are gone, or were changed")
-        return known
+        for known in self._known.values():
+            if known.digest == digest and known.stamp == _stamp(known.request.lora_path):
+                return known.request
+        raise FileNotFoundError(f"the files of the adapter {digest} are gone, or were changed")
