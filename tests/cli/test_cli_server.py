@@ -109,7 +109,6 @@ def test_as_much_is_found_as_was_simulated(url: str, model: Path, tmp_path: Path
     there = chunks = reused = tokens = 0
     for row in read_rows(trace):
         path, body = row.request(NAME, chat=True, field={"report": True})
-        body["cache_salt"] = f"trace {body.get('cache_salt', '')}"
         report = report_of(Server(url).post(path, body))
         hits = report["chunks"] + report["cached_chunks"]
         there, chunks = there + hits, chunks + hits + report["missed_chunks"] + report["short_chunks"]

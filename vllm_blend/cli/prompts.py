@@ -94,10 +94,12 @@ def read_rows(path: Path, limit: int | None = None) -> list[Row]:
     """The prompts of a ``.jsonl`` or ``.jsonl.gz`` file.
 
     Raises:
-        ValueError: names the line that is no prompt.
-        OSError: if the file cannot be read.
+        ValueError: names the line that is no prompt, or the file that cannot be read.
     """
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:

@@ -68,7 +68,7 @@ def simulate(
         raise wrong_call("simulate takes a fixed recomp_ratio, not 'auto'", "--settings")
     try:
         rows = read_rows(trace, limit)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise wrong_call(str(error), "TRACE") from None
     if measure and times is None:
         raise wrong_call("--measure writes a file: name it by --times", "--measure")

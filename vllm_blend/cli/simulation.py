@@ -312,7 +312,12 @@ def make_scheduler(config: Any, cache_gb: float) -> Any:
     cache.num_gpu_blocks = num_blocks
     return BlendSyncScheduler(
         config,
-        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(layers, spec)]),
+        KVCacheConfig(
+            num_blocks,
+            [],
+            [KVCacheGroupSpec(layers, spec)],
+            prefix_cache_retention_interval=cache.prefix_cache_retention_interval,
+        ),
         StructuredOutputManager(config),
         cache.block_size,
         hash_block_size=cache.block_size,

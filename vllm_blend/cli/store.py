@@ -378,13 +378,11 @@ def _decoder(model: str | None) -> Any:
 
 def _beyond(entries: list[Entry], num_bytes: float) -> list[Entry]:
     """The least recently used ones without which the others have that size at most."""
-    left, chosen = float(sum(entry.num_bytes for entry in entries)), []
-    for entry in entries:
-        if left <= num_bytes:
-            break
-        left -= entry.num_bytes
-        chosen.append(entry)
-    return chosen
+    left, count = sum(entry.num_bytes for entry in entries), 0
+    while left > num_bytes:
+        left -= entries[count].num_bytes
+        count += 1
+    return entries[:count]
 
 
 def _seconds(age: str) -> float:

@@ -121,7 +121,7 @@ def _rows(path: Path, limit: int | None) -> list[Row]:
         for number, row in enumerate(rows, 1):
             if not row.chunks:
                 raise ValueError(f"prompt {number} of {path} has no chunks, or no separator")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise wrong_call(str(error), "PROMPTS") from None
     return rows
 

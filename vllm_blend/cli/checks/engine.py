@@ -125,7 +125,7 @@ def _check_verdicts(config: Any) -> Iterator[Finding]:
     if not verdicts:
         yield note("probe", "no engine has probed this model here yet; the first start does")
     for about, verdict in {tuple(sorted(a.items())): (a, v) for a, v in reversed(verdicts)}.values():
-        where = f"{about['dtype']}, {about['backends']}, {about['ranks']} ranks"
+        where = f"{about['dtype']}, {about['backends']}, tensor parallel {about['ranks']}"
         if not verdict.refused:
             yield ok("probe", f"{where}: {verdict}")
         elif about["dtype"] == dtype:
