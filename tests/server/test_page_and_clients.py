@@ -108,10 +108,10 @@ def page(opened: Browser, url: str) -> Iterator[Browser]:
     assert [c for c in opened.complaints() if "status of 400" not in c] == []
 
 
-def ask(page: Browser) -> None:
+def ask(page: Browser, status: str = DONE) -> None:
     page.write("#length", "8")
     page["#ask"].click()
-    page.wait("#status", DONE)
+    page.wait("#status", status)
 
 
 def test_documents_are_asked_twice_and_what_was_computed_is_shown(page: Browser, url: str) -> None:
@@ -122,7 +122,7 @@ def test_documents_are_asked_twice_and_what_was_computed_is_shown(page: Browser,
     page.write("#question", "Who founded the bakery?")
     ask(page)
     assert page.texts(".state")[3].endswith("tokens, fresh")
-    assert "4 documents were new" in page["#notice"].text
+    assert "New documents: 4" in page["#notice"].text
     page.all("button[data-name='Move up']")[3].click()
     page.all("button[data-name='Move up']")[2].click()
     assert own in [area.get_property("value") for area in page.all("#documents textarea")][1]
@@ -187,7 +187,7 @@ def test_it_is_used_by_keyboard_alone(page: Browser) -> None:
 def test_what_the_server_refuses_is_shown_as_it_says_it(page: Browser, url: str) -> None:
     wrong = "arguments[0].append(new Option('nonsense')); arguments[0].value = 'nonsense'"
     page.run(wrong, page["#policy"])
-    ask(page)
+    ask(page, "Not both were answered.")
     body = {"model": NAME, "messages": [{"role": "user", "content": "?"}]}
     said = httpx.post(
         f"{url}/v1/chat/completions", json=body | xargs({"policy": "nonsense"}), timeout=30

@@ -190,7 +190,7 @@ async function ask() {
     const blended = await stream(at("blended"), { vllm_xargs: { blend: field } }, running.signal);
     compare(full, blended);
     if (!blended.failed) await explain(field, blended.report, running.signal);
-    at("status").textContent = "Done.";
+    at("status").textContent = full.failed || blended.failed ? "Not both were answered." : "Done.";
   } catch (error) {
     at("status").textContent = error.name === "AbortError" ? "Stopped." : error.message;
   }
@@ -245,7 +245,7 @@ async function explain(field, report, signal) {
 function notice(report) {
   if (!report) return may("report") ? "The server did not say." : "This server’s client_fields do not list report.";
   const why = report.why_not ? `The server says: ${report.why_not}.` : "";
-  if (report.missed_chunks) return `${why} ${report.missed_chunks} documents were new: computed now, and kept. Shuffle and ask again.`;
+  if (report.missed_chunks) return `${why} New documents: ${report.missed_chunks}, computed now, and kept. Shuffle and ask again.`;
   if (report.cached_chunks) return `${why} The prompt began as an earlier one did. Shuffle, so that documents stand elsewhere.`;
   return why;
 }
