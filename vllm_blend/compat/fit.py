@@ -22,6 +22,11 @@ def misfits(source: Source, version: str, table: Iterable[Member] | None = None)
     return [sentence for sentence in found if sentence]
 
 
+def needed() -> list[Member]:
+    """What this package needs."""
+    return members()
+
+
 def known_version(version: str) -> str:
     """The table's version for this one."""
     older = [one for one in VERSIONS if _numbers(one) <= _numbers(version)]

@@ -43,10 +43,14 @@ class Source:
 
     Args:
         root: the folder of its package, which holds ``envs.py``.
+
+    Attributes:
+        files: that were read.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.files: list[Path] = []
         self._statements = cache(self._read)
         self._members = cache(members_of)
 
@@ -80,6 +84,7 @@ class Source:
         path = self._path(module)
         if path is None:
             return {}
+        self.files.append(path)
         body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
         return {name: node for node in flat(body) for name in names(node)}
 

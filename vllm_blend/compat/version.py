@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import metadata
 
-from vllm_blend.compat.fit import is_known, misfits
+from vllm_blend.compat.fit import is_known
+from vllm_blend.compat.kept import kept_misfits
 from vllm_blend.compat.members import VERSIONS
 from vllm_blend.compat.source import Source
 
@@ -50,7 +51,7 @@ def why_not_registered() -> str | None:
 def _misfits(version: str) -> tuple[str, ...]:
     """Of the installed vLLM; read once a process."""
     source = Source.installed()
-    return () if source is None else tuple(misfits(source, version))
+    return () if source is None else tuple(kept_misfits(source, version))
 
 
 def why_not_patched(architecture: str) -> str:
