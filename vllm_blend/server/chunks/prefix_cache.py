@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 
 from vllm_blend.core.plans import KeyedPlan
 
@@ -95,6 +96,15 @@ class BlendKVCacheManager:
             return mixed
         names.give(request, max(names.first, exact[1] // self.blend_block_size))
         return exact
+
+
+def prepare_manager(manager: Any, vllm_config: Any, block_size: int) -> Any:
+    """Makes vLLM's ``KVCacheManager`` find a blended request's blocks; returns what names the blocks of
+    requests that the engine makes itself, as it does for clients'."""
+    manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
+    manager.blend_block_size = block_size
+    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    return get_request_block_hasher(block_size, hash_fn)
 
 
 def disown_blocks(request: Any, start: int, manager: Any) -> None:

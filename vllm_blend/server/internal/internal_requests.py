@@ -35,6 +35,7 @@ class InternalRequests:
         background: the missed chunks.
         contexts: what chunks are computed after.
         stopped: the engine is shutting down: nothing is begun but what a client's request waits for.
+        paused: blending is off: nothing is begun.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class InternalRequests:
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
-        self.stopped = False
+        self.stopped = self.paused = False
         self.contexts = chunk_contexts(
             vllm_config,
             settings.system,
@@ -77,7 +78,9 @@ class InternalRequests:
     @property
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
-        return 0 if self.stopped else (not self._measured()) + self.background.num_waiting
+        return (
+            0 if self.stopped or self.paused else (not self._measured()) + self.background.num_waiting
+        )
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
@@ -88,7 +91,7 @@ class InternalRequests:
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
-        if self.stopped and (self._measured() or not num_unfinished):
+        if self.paused or (self.stopped and (self._measured() or not num_unfinished)):
             return []
         if self._measured():
             return self.background.start(idle=num_unfinished <= self.background.num_running)
