@@ -8,8 +8,18 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
-from engines import Engine, make_engine
+from asking import (
+    REPORT,
+    answer,
+    blending_engine,
+    drain,
+    outputs,
+    prompt_of,
+    report,
+    scheduler,
+    with_known_chunks,
+)
+from engines import Engine
 
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.core.plans import ChunkIds
@@ -26,9 +36,7 @@ from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
-    with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
-        drain(engine)
+    with blending_engine(tiny("llama")) as engine:
         yield engine
 
 
@@ -70,13 +78,7 @@ def test_a_step_that_fails_is_a_full_prefill(
 ) -> None:
     """Beside it in the same step: a plain request. After it: one that blends again."""
     owner, name, policy = STAGES[stage]
-    prompt, spans = prompt_of(server, [1, 2, 3])
-    other, _ = prompt_of(server, [4])
-    full, plain = (answer(o) for o in outputs(server, [prompt, other], [None, None]))
-    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
-    outputs(server, [prompt], [field])
-    drain(server)
-    scheduler(server).reset_prefix_cache()
+    (prompt, other), field, (full, plain) = with_known_chunks(server, policy)
     calls = 0
 
     def fails(*args: Any, **kwargs: Any) -> Any:

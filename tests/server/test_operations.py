@@ -166,6 +166,7 @@ def test_texts_are_computed_before_anyone_asks(server: Engine) -> None:
 
 def test_kv_that_is_not_there_or_not_finite_is_found(server: Engine) -> None:
     prompt, spans = learn(server, [51, 52, 53], "checked")
+    flush(server)
     known = operate(server, "verify")
     assert known["lost"] == 0 and known["chunks"] >= 3
     chunks = server.model.blending.chunks
@@ -175,6 +176,8 @@ def test_kv_that_is_not_there_or_not_finite_is_found(server: Engine) -> None:
     assert operate(server, "verify") == {"chunks": known["chunks"], "lost": 2}
     assert operate(server, "verify")["lost"] == 0
     assert len(chunks) == known["chunks"] - 2
+    assert reused(server, prompt, spans, "checked") == 300  # from the disk, where they are whole
+    assert operate(server, "verify")["lost"] == 0
 
 
 def test_an_operator_switches_blending_off_and_on(server: Engine) -> None:

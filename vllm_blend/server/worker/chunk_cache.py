@@ -131,12 +131,15 @@ class ChunkCache:
                 self.tiers.forget(key)
 
     def whole(self) -> list[ChunkKey]:
-        """The chunks whose KV is here, in finite numbers."""
-        return [
-            key
-            for key, kv in self._chunks.items()
-            if all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer)
-        ]
+        """The chunks whose KV is here, in finite numbers; what is not finite leaves the store's memory,
+        too."""
+        found = []
+        for key, kv in self._chunks.items():
+            if all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer):
+                found.append(key)
+            elif self.tiers is not None:
+                self.tiers.discard(key)
+        return found
 
     def renew(self, weights: str) -> None:
         """Forgets all chunks, since the model has other weights now.

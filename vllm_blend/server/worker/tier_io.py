@@ -137,6 +137,11 @@ class TierIO:
                 self.forget(key)  # nobody will drop it
         return found
 
+    def discard(self, key: ChunkKey) -> None:
+        """Removes a chunk from the store's memory; what the other tiers have is verified when read."""
+        if (name := self._names.get(key)) is not None:
+            self.store.discard(name)
+
     def purge(self, chunk: ChunkIds) -> None:
         """Begins to remove a chunk from the store."""
         key = self._key(chunk)
