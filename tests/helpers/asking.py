@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from engines import Engine
+from engines import Engine, make_engine
 
 from vllm_blend.core.plans import ChunkIds
 from vllm_blend.server.chunks.chunk_registry import chunk_key
@@ -15,6 +17,30 @@ REPORT = {"report": True}
 
 def scheduler(engine: Engine) -> Any:
     return engine.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@contextmanager
+def blending_engine(folder: Path) -> Iterator[Engine]:
+    """An engine that blends its clients' requests, with its prefix cache; gone when it ends."""
+    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
+    with make_engine(folder, enable_prefix_caching=True, additional_config=settings) as engine:
+        drain(engine)
+        yield engine
+
+
+def with_known_chunks(
+    engine: Any, policy: str
+) -> tuple[list[list[int]], dict[str, Any], list[list[int]]]:
+    """A prompt of three chunks that are known and a plain one, what to ask for of the first, and the
+    answers of full prefill to both."""
+    prompt, spans = prompt_of(engine, [1, 2, 3])
+    other, _ = prompt_of(engine, [4])
+    full = [answer(output) for output in outputs(engine, [prompt, other], [None, None])]
+    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
+    outputs(engine, [prompt], [field])
+    drain(engine)
+    scheduler(engine).reset_prefix_cache()
+    return [prompt, other], field, full
 
 
 def drain(engine: Engine) -> None:

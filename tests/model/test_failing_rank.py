@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler, with_known_chunks
 from engines import Engine, make_llm, tiny_model
 from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
 
@@ -93,13 +93,7 @@ def test_a_rank_that_fails_makes_the_step_a_full_prefill(
 ) -> None:
     """Beside it in the same step: a plain request. After it: one that blends again."""
     place, policy, nth = STAGES[stage]
-    prompt, spans = prompt_of(engine, [1, 2, 3])
-    other, _ = prompt_of(engine, [4])
-    full, plain = (answer(o) for o in outputs(engine, [prompt, other], [None, None]))
-    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
-    outputs(engine, [prompt], [field])
-    drain(engine)
-    scheduler(engine).reset_prefix_cache()
+    (prompt, other), field, (full, plain) = with_known_chunks(engine, policy)
     engine.tell("fail_at", rank, f"vllm_blend.{place}", nth)
     found, beside = outputs(engine, [prompt, other], [field, None])
     assert sum(engine.tell("mend")) >= nth

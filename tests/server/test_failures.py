@@ -8,10 +8,21 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
-from engines import Engine, make_engine
+from asking import (
+    REPORT,
+    answer,
+    blending_engine,
+    drain,
+    outputs,
+    prompt_of,
+    report,
+    scheduler,
+    with_known_chunks,
+)
+from engines import Engine
 
 from vllm_blend.attention.cpu import CPUBlendImpl
+from vllm_blend.core.plans import ChunkIds
 from vllm_blend.model import loop, rows
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.guard import MAX_FAILURES, Guard
@@ -25,17 +36,20 @@ from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
-    with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
-        drain(engine)
+    with blending_engine(tiny("llama")) as engine:
         yield engine
 
 
 @pytest.fixture(autouse=True)
 def mended(server: Engine) -> Iterator[None]:
     yield
-    server.model.blending.guard = Guard()
-    server.model.blending.guard.catches = True
+    mend(server)
+
+
+def mend(server: Engine) -> None:
+    """Switches blending on, as an operator does."""
+    server.model.blending.guard.switch(True)
+    scheduler(server).switch_blending(True)
 
 
 STAGES = {
@@ -64,13 +78,7 @@ def test_a_step_that_fails_is_a_full_prefill(
 ) -> None:
     """Beside it in the same step: a plain request. After it: one that blends again."""
     owner, name, policy = STAGES[stage]
-    prompt, spans = prompt_of(server, [1, 2, 3])
-    other, _ = prompt_of(server, [4])
-    full, plain = (answer(o) for o in outputs(server, [prompt, other], [None, None]))
-    field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
-    outputs(server, [prompt], [field])
-    drain(server)
-    scheduler(server).reset_prefix_cache()
+    (prompt, other), field, (full, plain) = with_known_chunks(server, policy)
     calls = 0
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +117,7 @@ def test_a_chunk_that_cannot_be_kept_is_missed(server: Engine, monkeypatch: pyte
     scheduler(server).reset_prefix_cache()
     (found,) = outputs(server, [prompt], [{"spans": spans} | REPORT])
     assert answer(found) == full and report(found)["reused_tokens"] == 0
-    server.model.blending.guard = Guard()
-    server.model.blending.guard.catches = True
+    mend(server)
     scheduler(server).reset_prefix_cache()
     outputs(server, [prompt], [{"spans": spans}])
     drain(server)
@@ -144,6 +151,45 @@ def test_after_several_failures_of_a_kind_blending_is_off(
     said = [record.getMessage() for record in caplog.records]
     assert sum("a step failed to blend" in text for text in said) == 1
     assert sum("blending is off until" in text and "again" in text for text in said) == 1
+
+
+def test_while_blending_is_off_nothing_is_done_for_it(
+    server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No chunk is kept or computed; what waited is computed once blending is on again."""
+    state, held = scheduler(server), server.model.blending.chunks
+    prompt, spans = prompt_of(server, [21, 22])
+    moved, places = prompt_of(server, [24, 23, 22])
+    full = answer(*outputs(server, [moved], [None]))
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(early, "choose", fails)
+        for _ in range(MAX_FAILURES):
+            state.reset_prefix_cache()
+            outputs(server, [prompt], [{"spans": spans, "policy": "static"}])
+    state.blend_internal.background.add(ChunkIds("", tuple(server.ids(100, 25))))
+    known, computed = len(held), state.blend_internal.background.num_computed
+    drain(server)
+    for _ in range(2):
+        state.reset_prefix_cache()
+        (found,) = outputs(server, [moved], [{"spans": places} | REPORT])
+        assert answer(found) == full
+        told = report(found)
+        assert (told["reused_tokens"], told["missed_chunks"]) == (0, 0) and "is off" in told["why_not"]
+    drain(server)
+    assert (len(held), state.blend_internal.background.num_computed) == (known, computed)
+    assert state.blend_chunks.num_pinned == 0 and not len(state.blend_plans)
+    mend(server)
+    drain(server)
+    assert state.blend_internal.background.num_computed > computed
+    state.reset_prefix_cache()
+    (again,) = outputs(server, [moved], [{"spans": places} | REPORT])
+    assert report(again)["reused_tokens"] == 100 and report(again)["missed_chunks"] == 2
 
 
 def test_a_script_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ def test_without_any_of_its_chunks_a_request_is_a_full_prefill(server: Engine) -
         assert (told["reused_tokens"], told["lost_chunks"]) == (0, {"gone": 2})
         assert told["why_not"] == "its chunks were lost"
     drain(server)
-    assert not state._plans
+    assert not len(state.blend_plans)
     assert report(*outputs(server, [prompt], [{"spans": spans} | REPORT]))["reused_tokens"] == 200
 
 
@@ -406,7 +406,7 @@ def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     assert pool.get_num_free_blocks() == free
     assert state.blend_chunks.num_pinned == 0
     assert not len(state.blend_reports)
-    assert not state._plans
+    assert not len(state.blend_plans)
     assert len(state.blend_internal.background) == 0
     assert state.blend_chunks.num_evicted > 0
     assert (

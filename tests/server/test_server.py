@@ -36,6 +36,7 @@ from serving import (
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 SEPARATOR = "<|8c1f|>"
+KEY = "the key of an operator"
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(smollm2: Path, redis: dict[str, Any], folder: Path, running: ExitStack) -> str:
-    return running.enter_context(serving(smollm2, folder, disk(folder) | redis))
+    (folder / "key").write_text(KEY)
+    key = {"file": str(folder / "key")}
+    return running.enter_context(serving(smollm2, folder, disk(folder) | redis, operator_key=key))
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +281,52 @@ def test_metrics(client: openai.OpenAI, url: str) -> None:
             after[f'vllm:blend_stored_bytes{some}tier="{tier}"}}'] == report["stored_bytes"][tier] > 0
         )
     assert {"host", "disk"} <= report["stored_chunks"].keys()
+
+
+def test_an_operator_sees_deletes_and_warms(client: openai.OpenAI, url: str, folder: Path) -> None:
+    texts, question = sample(2)
+    tenant = {"cache_salt": "seen"}
+
+    def ask() -> dict[str, Any]:
+        reset_prefix_cache(url)
+        return reported(chat(client, texts, question, **xargs({"report": True}), **tenant))
+
+    def operate(method: str, path: str, body: Any = None) -> dict[str, Any]:
+        answer = operator.request(method, f"/blend/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        (found,) = answer.json()["engines"]
+        return dict(found)
+
+    def wait_until_known() -> None:
+        end = time.monotonic() + 60
+        while operate("POST", "warm", {"texts": texts, "tenant": "seen"})["known"] < len(texts):
+            assert time.monotonic() < end
+            time.sleep(0.5)
+
+    assert httpx.get(f"{url}/blend/stats", timeout=30).status_code == 401
+    wrong = {"Authorization": f"Bearer {KEY}x"}
+    assert httpx.get(f"{url}/blend/stats", headers=wrong, timeout=30).status_code == 403
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as operator:
+        wait_until_known()
+        assert operate("GET", "stats")["tenants"]["seen"]["chunks"] == len(texts)
+        listed = operate("GET", "chunks?tenant=seen")
+        for chunk in listed["chunks"]:
+            assert any(text.startswith(chunk["beginning"][:20]) for text in texts)
+        assert ask()["chunks"] == len(texts)
+        gone = operate("POST", "delete", {"texts": texts[:1], "tenant": "seen"})
+        assert gone["deleted"] + gone["deleted_after_use"] == 1
+        assert ask()["missed_chunks"] == 1
+        wait_until_known()
+        assert operate("POST", "verify")["lost"] == 0
+        operate("POST", "off")
+        assert ask()["why_not"].startswith("blending is off")
+        operate("POST", "on")
+        assert ask()["chunks"] == len(texts)
+        operate("POST", "delete", {"tenant": "seen"})
+        assert "seen" not in operate("GET", "stats")["tenants"]
+        assert ask()["missed_chunks"] == len(texts)
+    assert KEY not in (folder / "log.txt").read_text()
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
-from engines import Engine, make_engine
+from asking import REPORT, answer, blending_engine, drain, outputs, prompt_of, report, scheduler
+from engines import Engine
 from vllm import SamplingParams
 
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
@@ -15,9 +15,7 @@ from vllm_blend.core.plans import BlendPlan, ChunkSpan
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": ""}}
-    with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
-        drain(engine)
+    with blending_engine(tiny("llama")) as engine:
         yield engine
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_blend.store.adapters import MARK, Adapters, adapter_digest, adapter_of, shelf
+from vllm_blend.store.adapters import MARK, Adapters, adapter_digest, adapter_of, shelf, tenant_of
 
 
 def write(folder: Path, weights: bytes = b"weights", config: str = '{"lora_alpha": 8}') -> Path:
@@ -44,7 +44,8 @@ def test_shelves_differ_whatever_tenants_are_called(tmp_path: Path) -> None:
     names = {(t, a): shelf(t, a) for t in dict.fromkeys(tenants) for a in ("", one, two)}
     assert len(set(names.values())) == len(names)
     assert shelf("tenant") == "tenant"  # as it always was
-    assert all(adapter_of(name) == adapter for (_, adapter), name in names.items())
+    for (tenant, adapter), name in names.items():
+        assert (tenant_of(name), adapter_of(name)) == (tenant, adapter)
 
 
 def test_vllm_computes_with_what_it_loaded(tmp_path: Path) -> None:

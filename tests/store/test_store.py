@@ -225,6 +225,26 @@ def test_writing_never_waits_for_a_slow_tier(tier: FakeTier) -> None:
         assert len(tier.records) == 6 - dropped
 
 
+def test_what_is_purged_is_found_nowhere_also_while_it_is_written(tier: FakeTier) -> None:
+    tier.gate = threading.Semaphore(0)
+    other, below = make_key(1), make_key(2)
+    with ChunkStore([tier], host_bytes=8 * SIZE) as store:
+        for key in (KEY, other):
+            store.put(key, make_kv(key))
+        held = store.get(KEY)
+        place(tier, below)
+        for key in (KEY, below):
+            store.purge(key)
+            assert store.get(key) is None and not store.contains(key)
+        assert same(held, make_kv(KEY))  # who uses it goes on
+        tier.gate.release(10)
+        assert store.flush() and store.flush()
+        assert list(tier.records) == [other.digest]
+        assert same(store.get(other), make_kv(other))
+        store.put(KEY, make_kv(KEY))
+        assert store.flush() and same(store.get(KEY), make_kv(KEY)) and KEY.digest in tier.records
+
+
 def test_more_than_may_wait_is_dropped_not_waited_for(tier: FakeTier) -> None:
     num_bytes = make_kv(KEY).num_bytes
     with ChunkStore([tier], host_bytes=8 * SIZE, write_behind_bytes=num_bytes) as store:

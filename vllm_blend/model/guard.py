@@ -41,7 +41,7 @@ class Guard:
 
     Attributes:
         catches: failures are caught, as a server needs it.
-        is_open: the engine blends. Once it has failed too often, only a restart lets it again.
+        is_open: the engine blends. Once it has failed too often, only the operator lets it again.
         prefilled: ids of requests whose step was computed in full instead, until they are taken.
     """
 
@@ -51,6 +51,7 @@ class Guard:
         self.prefilled: list[str] = []
         self._error: Exception | None = None
         self._failures: Counter[int] = Counter()
+        self._closed = False
 
     def attempt(self, do: Callable[[], T], otherwise: T) -> T:
         """What ``do`` returns; ``otherwise`` where it raises, or something before it did.
@@ -106,13 +107,23 @@ class Guard:
                 "vllm_blend: a step failed to blend, so all of it is computed.", exc_info=cause
             )
         if self._failures[kind] >= MAX_FAILURES and self.is_open:
-            self.is_open = False
+            self.is_open, self._closed = False, True
             logger.error(
-                "vllm_blend: blending is off until the engine is started again, since it failed %d "
-                "times (%s). Requests are served by full prefill.",
+                "vllm_blend: blending is off until the operator switches it on, or the engine is "
+                "started again, since it failed %d times (%s). Requests are served by full prefill.",
                 self._failures[kind],
                 error if cause is None else f"{type(cause).__name__}: {cause}",
             )
+
+    def switch(self, on: bool) -> None:
+        """Blends from now on, whatever failed before, or not. To be called on all ranks."""
+        self.is_open, self._closed = on, False
+        self._failures.clear()
+
+    def take_closed(self) -> bool:
+        """Whether it has failed too often since this was last called."""
+        closed, self._closed = self._closed, False
+        return closed
 
     def take_prefilled(self) -> tuple[str, ...]:
         """The requests since this was last called."""

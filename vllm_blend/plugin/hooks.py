@@ -24,6 +24,9 @@ vLLM is patched through its registries where it has them. What is left is here:
     Goes when it has.
 ``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
+``EngineCore.blend_operation``   added, so that the API server can ask the engine what an operator asks
+    (``operations.py``).
+    Goes when an engine's plugin can have utilities of its own.
 ``load_endpoint_plugins``   wrapped, so that a setting adds our routes to the API server. vLLM loads
     endpoint plugins only where VLLM_PLUGINS names them, which then leaves out all others.
     Goes when an engine's configuration may name them.
@@ -92,6 +95,7 @@ def install_front_hooks() -> None:
     _wrap(OutputProcessor, "process_outputs", _count_reports)
     _wrap(plugins, "load_endpoint_plugins", _with_routes)
     _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
+    EngineCore.blend_operation = _operate
     for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
         _wrap(EngineCore, name, _then_check_weights)
     for name in ("preprocess_chat", "preprocess_cmpl"):
@@ -305,6 +309,13 @@ def _then_check_weights(stock: Any, core: Any, *args: Any, **kwargs: Any) -> Any
     return result
 
 
+def _operate(core: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Does what an operator asks of the engine."""
+    from vllm_blend.plugin.operations import operate
+
+    return operate(core, name, values)
+
+
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs one forward step, with the step's plan on the model if any request has one."""
     blending = model_of(runner.vllm_config)
@@ -332,14 +343,14 @@ def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 def _events(blending: Blending) -> Callable[[], WorkerEvents] | None:
     """What the scheduler is to know of a step, to be called once the step has ended."""
     clocks, blended = blending.take_clocks(), blending.take_blended()
-    prefilled = blending.guard.take_prefilled()
+    prefilled, closed = blending.guard.take_prefilled(), blending.guard.take_closed()
     collected: WorkerEvents | None = blending.chunks.collect_events()
-    if collected is None and not clocks and not blended and not prefilled:
+    if collected is None and not clocks and not blended and not prefilled and not closed:
         return None
 
     def events() -> WorkerEvents:
         found = collected or WorkerEvents()
-        found.blended, found.prefilled = blended, prefilled
+        found.blended, found.prefilled, found.closed = blended, prefilled, closed
         for clock in clocks:
             found.seconds |= clock.seconds()
         return found

@@ -131,6 +131,9 @@ class ServerSettings:
         log_requests: one INFO line a request: what was blended, or why not.
         page: serve a page at ``/blend`` to try blending on: documents, a question, and the answers with
             and without. Whoever reaches the server sees it; it asks as any client does.
+        operator_key: where the key is, ``{"env": NAME}`` or ``{"file": PATH}``, with which an operator
+            may ask at ``/blend/...`` what is kept, and have it deleted, checked or computed, and switch
+            blending off and on. None: there are no such routes.
 
     Raises:
         ValueError: names the key, its value and what is allowed.
@@ -157,6 +160,7 @@ class ServerSettings:
     step_rows: int | None = None
     log_requests: bool = True
     page: bool = False
+    operator_key: Mapping[str, str] | None = None
     blend: BlendSettings = field(default_factory=BlendSettings)
     paced: bool = False
 
@@ -174,6 +178,9 @@ class ServerSettings:
             raise ValueError(
                 f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected an object or null"
             )
+        if not isinstance(self.operator_key, Mapping | None):
+            kind = type(self.operator_key).__name__  # the value may be the key
+            raise ValueError(f'operator_key is a {kind}; expected {{"env": NAME}} or {{"file": PATH}}')
         _check_number("min_chunk_tokens", self.min_chunk_tokens, int, 1)
         _check_number("max_chunk_tokens", self.max_chunk_tokens, int, max(64, self.min_chunk_tokens))
         _check_number("ram_gb", self.ram_gb, float, 0)
@@ -245,7 +252,14 @@ class ServerSettings:
             raise ValueError(
                 f"additional_config[{CONFIG_KEY!r}] is {values!r}; expected an object, e.g. {{}}"
             )
-        return cls.from_mapping(values)
+        global _latest
+        if _latest is None or _latest[0] is not values:  # asked for with every request
+            _latest = values, cls.from_mapping(values)
+        return _latest[1]
+
+
+_latest: tuple[Mapping[str, Any], ServerSettings] | None = None
+"""Values that were parsed last, and what came of it; a process has one engine's."""
 
 
 def split_ratio(values: Mapping[str, Any], floor: float) -> tuple[dict[str, Any], bool]:

@@ -27,6 +27,7 @@ class WorkerCommands:
         drop: chunks whose memory others need.
         fetch: chunks to be had from the store's lower tiers, if they are there.
         locate: chunks to be looked for there.
+        discard: chunks that are to leave all tiers of the store.
         claim: tenants whose chunks on disk are to be told, and what these may be computed after.
     """
 
@@ -34,6 +35,7 @@ class WorkerCommands:
     fetch: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
     locate: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
     claim: tuple[tuple[str, frozenset[tuple[int, ...]]], ...] = ()
+    discard: tuple[ChunkIds, ...] = ()
 
     @classmethod
     def of(cls, output: Any) -> WorkerCommands:
@@ -74,6 +76,7 @@ class WorkerEvents:
         loads: how long loads take, by tier: seconds, and seconds a byte; beside ``located``.
         blended: what this step did of its requests.
         prefilled: ids of requests that did not blend in this step, as planned, since that failed.
+        closed: blending is off from now on, since it failed too often.
         seconds: of the stages of blending, by request id and stage.
         store: counters of the store (``ChunkStore.stats``), now and then.
     """
@@ -88,6 +91,7 @@ class WorkerEvents:
     store: dict[str, int] | None = None
     blended: list[Blended] = field(default_factory=list)
     prefilled: tuple[str, ...] = ()
+    closed: bool = False
 
     @classmethod
     def of(cls, output: Any) -> WorkerEvents:

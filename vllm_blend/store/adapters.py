@@ -79,6 +79,11 @@ def adapter_of(name: str) -> str:
     return "" if digest == BASE else digest
 
 
+def tenant_of(name: str) -> str:
+    """The tenant whose shelf this is."""
+    return name[len(MARK) + DIGITS + 1 :] if name.startswith(MARK) else name
+
+
 @dataclass(frozen=True)
 class Known:
     """An adapter that a request has had.
@@ -121,6 +126,11 @@ class Adapters:
             stamp = _stamp(path)  # before the files are read: they may change meanwhile
             known = self._known[number] = Known(adapter_digest(path), stamp, lora_request)
         return known.digest
+
+    @property
+    def digests(self) -> list[str]:
+        """Of all that requests have had."""
+        return [known.digest for known in self._known.values()]
 
     def why_unknown(self, lora_request: Any) -> str:
         """Why an adapter cannot be told from others; empty: it can."""

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.store import gpu
+from vllm_blend.store.copy_in import copy_to_slot, written_event
 from vllm_blend.store.disk import DiskTier
-from vllm_blend.store.fp8 import Fp8Layers
-from vllm_blend.store.host import HostTier, Slot
+from vllm_blend.store.host import HostTier
 from vllm_blend.store.keys import ChunkKey, check_storage
 from vllm_blend.store.load import Load, Loads
 from vllm_blend.store.record import Reason, Record, check_kv
@@ -80,6 +79,7 @@ class ChunkStore:
         self._stats = Stats()
         self._lock = threading.Lock()
         self._pending: dict[bytes, tuple[ChunkKey, StoredKV]] = {}  # put, not yet in host memory
+        self._purging: Counter[bytes] = Counter()  # chunks that lanes have yet to remove
         self._demoted: set[bytes] = set()
         self._host = HostTier(host_bytes, pinned, self._may_evict)
         self._gpu = gpu.GpuTier(gpu_bytes) if gpu_bytes else None
@@ -160,6 +160,8 @@ class ChunkStore:
 
         May ask a tier over the network. A tier that is paused has nothing.
         """
+        if key.digest in self._purging:
+            return None
         if self._gpu is not None and self._gpu.contains(key):
             return self._gpu.name
         with self._lock:
@@ -196,7 +198,7 @@ class ChunkStore:
         with self._lock:
             if isinstance(kv, StreamingKV) or self._knows(key, kv.scores is not None):
                 return True
-            ready = _event(kv)
+            ready = written_event(kv)
             taken = self._intake.submit(lambda: self._take_in(key, kv, ready), kv.num_bytes)
             if taken:
                 self._pending[key.digest] = key, kv  # in the place of one without scores
@@ -208,6 +210,25 @@ class ChunkStore:
         self._host.discard(key)
         if self._gpu is not None:
             self._gpu.discard(key)
+
+    def purge(self, key: ChunkKey) -> None:
+        """Removes a chunk from memory, and from all tiers once what was put before is written; nobody
+        finds it there any more. KV in use stays valid. Never waits."""
+
+        def done() -> None:
+            with self._lock:
+                self._purging -= Counter([key.digest])
+
+        def from_tiers() -> None:
+            self.discard(key)
+            for lane in self._lanes:
+                lane.purge(key, done)
+            done()
+
+        with self._lock:
+            self._purging[key.digest] += len(self._lanes) + 1
+        self.discard(key)
+        self._intake.submit(from_tiers, 0)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Waits until all loads have ended and all is written; False if that takes longer."""
@@ -262,6 +283,9 @@ class ChunkStore:
 
     def _find(self, key: ChunkKey) -> StoredKV | Load | None:
         """The KV if it is in memory, else its load; None is a miss that is counted."""
+        if key.digest in self._purging:
+            self._stats.add(f"misses.{Reason.ABSENT}")
+            return None
         if (near := self.nearest(key)) is not None:
             return near
         with self._lock:
@@ -321,7 +345,7 @@ class ChunkStore:
             held = self._host.learn(key, kv.scores)
             if held is None:
                 slot = self._host.reserve(key)
-                _copy(kv, slot, ready)
+                copy_to_slot(kv, slot, ready)
                 self._host.publish(slot)
                 held = StoredKV(slot.layers, slot.scores)
             if self._gpu is not None and held.scores is not None:
@@ -360,32 +384,6 @@ class ChunkStore:
                 lane.submit(Record.of(key, kv))
 
         return not self._intake.submit(write, 0)
-
-
-def _event(kv: StoredKV) -> Any:
-    """What to wait for before KV on a GPU is read on another stream."""
-    tensor = kv.described[0][0]
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
-
-
-def _copy(kv: StoredKV, slot: Slot, ready: Any) -> None:
-    if kv.scores is not None:
-        slot.scores = kv.scores.detach().clone()
-    stream = None
-    if ready is not None:
-        stream = torch.cuda.Stream(kv.described[0][0].device)  # beside the compute
-        stream.wait_event(ready)
-    with torch.cuda.stream(stream):  # None: as it is
-        for index, (k, v) in enumerate(kv.layers):
-            if isinstance(slot.layers, Fp8Layers):
-                slot.layers.write(index, k, v)
-            else:
-                slot.layers[index][0].copy_(k)
-                slot.layers[index][1].copy_(v)
 
 
 def _close_all(writers: list[Writer]) -> None:

@@ -119,10 +119,7 @@ class Lane:
         if rejected.reason is not Reason.GONE:
             # as text: a handler that kept the exception would keep the chunk's memory in use
             logger.warning("vllm_blend store: chunk %s on %s: %s", key, self.name, str(rejected))
-            try:
-                self.tier.discard(key)
-            except TierError as error:
-                self._stats.add(f"failures.{self.name}.discard.{error.kind}")
+            self._discard(key)
         return rejected.reason
 
     def fail(self, error: TierError) -> Reason:
@@ -140,9 +137,24 @@ class Lane:
         if not self.writer.submit(lambda: self._write(record), record.num_bytes):
             self._stats.add(f"writes_dropped.{self.name}")
 
+    def purge(self, key: ChunkKey, done: Callable[[], None]) -> None:
+        """Removes a chunk once the earlier writes are done; then calls ``done``."""
+
+        def work() -> None:
+            self._discard(key)
+            done()
+
+        self.writer.submit(work, 0)
+
     def close(self) -> None:
         self.writer.close()
         self.tier.close()
+
+    def _discard(self, key: ChunkKey) -> None:
+        try:
+            self.tier.discard(key)
+        except TierError as error:
+            self._stats.add(f"failures.{self.name}.discard.{error.kind}")
 
     def _write(self, record: Record) -> None:
         if self._writes.open:

@@ -15,7 +15,7 @@ import hashlib
 import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -95,6 +95,8 @@ class ChunkRegistry:
         self._free_tokens = 0
         self._pins: Counter[ChunkKey] = Counter()
         self._to_drop: list[ChunkKey] = []
+        self._deleted: set[ChunkKey] = set()  # but in use, or on their way
+        self._to_discard: list[ChunkIds] = []
         self.on_evict: Callable[[ChunkKey, ChunkIds], None] = lambda key, chunk: None
         self._indexes: dict[tuple[str, TokenIds], SequenceIndex] = {}
 
@@ -112,7 +114,7 @@ class ChunkRegistry:
     def get(self, chunk: ChunkIds) -> ChunkKey | None:
         """The key of a chunk that is here, else None."""
         key = chunk_key(chunk)
-        if self._chunks.get(key) != chunk:
+        if self._chunks.get(key) != chunk or key in self._deleted:
             return None
         self._use(key)
         return key
@@ -120,6 +122,18 @@ class ChunkRegistry:
     def chunk(self, key: ChunkKey) -> ChunkIds:
         """A chunk that is here."""
         return self._chunks[key]
+
+    def all(self) -> Iterator[tuple[ChunkKey, ChunkIds]]:
+        """The chunks that are here, but for deleted ones."""
+        return ((key, chunk) for key, chunk in self._chunks.items() if key not in self._deleted)
+
+    def all_coming(self) -> Iterator[tuple[ChunkKey, ChunkIds]]:
+        """The chunks that room was made for and that are not here yet."""
+        return iter(self._coming.items())
+
+    def is_pinned(self, key: ChunkKey) -> bool:
+        """Whether a request uses a chunk."""
+        return key in self._pins
 
     def find(self, tenant: str, context: TokenIds, prompt: Windows, min_tokens: int) -> list[Run]:
         """A tenant's known chunks computed after ``context``, or parts of them, in a prompt."""
@@ -145,14 +159,16 @@ class ChunkRegistry:
                 del self._pins[key]
                 if key in self._chunks:
                     self._release(key)
+                    if key in self._deleted:
+                        self.delete(key)
 
     def reserve(self, new: ChunkIds) -> ChunkKey | None:
         """Makes room for a chunk that is to come.
 
         Returns:
-            Its key; None if there is no room, or if it is on its way already.
+            Its key; None if there is no room, or if it is on its way already, or being deleted.
         """
-        if chunk_key(new) in self._coming:
+        if chunk_key(new) in self._coming or chunk_key(new) in self._deleted:
             return None
         size = len(new.token_ids)
         if self.max_tokens - self.num_tokens + self._free_tokens < size:
@@ -174,6 +190,22 @@ class ChunkRegistry:
         self._remove(key)
         self.num_evicted += 1
 
+    def delete(self, key: ChunkKey) -> bool:
+        """Removes a chunk for good: at once, or once no request uses it and it has come; until then
+        nobody finds it.
+
+        Returns:
+            Whether it is gone.
+        """
+        self._deleted.add(key)
+        if key in self._pins or key in self._coming:
+            if key in self._chunks:
+                self._hide(key)
+            return False
+        self._to_discard.append(self._chunks[key])
+        self._remove(key)
+        return True
+
     def clear(self) -> None:
         """The chunks' KV is of no use any more, wherever it lies."""
         for key in list(self._chunks):
@@ -188,10 +220,13 @@ class ChunkRegistry:
         # what is in it is bounded by max_tokens already
         index = self._indexes.setdefault(chunk.shelf, SequenceIndex(max_tokens=2**62))
         index.add(key, Windows.of(chunk.token_ids))
+        if key in self._deleted:
+            self.delete(key)
 
     def cancel(self, key: ChunkKey) -> None:
         """The chunk does not come after all; part of it may be there."""
         chunk = self._coming.pop(key)
+        self._deleted.discard(key)
         self._count(chunk, -len(chunk.token_ids))
         self.refuse(key)
 
@@ -203,6 +238,16 @@ class ChunkRegistry:
         """What the model's process must drop before its next step."""
         drops, self._to_drop = self._to_drop, []
         return tuple(drops)
+
+    @property
+    def has_discards(self) -> bool:
+        """Whether the model's process is to drop deleted chunks."""
+        return bool(self._to_discard)
+
+    def take_discards(self) -> tuple[ChunkIds, ...]:
+        """What is to leave the store's tiers, too."""
+        discards, self._to_discard = self._to_discard, []
+        return tuple(discards)
 
     def lose(self, key: ChunkKey) -> ChunkIds | None:
         """The model's process does not have the chunk; None if that was known already."""
@@ -255,9 +300,15 @@ class ChunkRegistry:
     def _remove(self, key: ChunkKey) -> None:
         if key not in self._pins:
             self._hold(key)
+        self._hide(key)
         chunk = self._chunks.pop(key)
+        self._deleted.discard(key)
         self._count(chunk, -len(chunk.token_ids))
         self._to_drop.append(key)
+
+    def _hide(self, key: ChunkKey) -> None:
+        """A chunk is not found by content any more."""
+        chunk = self._chunks[key]
         index = self._indexes.get(chunk.shelf)  # a chunk shorter than a window is in none
         if index is not None:
             index.remove(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 
@@ -30,6 +31,9 @@ class FairQueue:
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    def __iter__(self) -> Iterator[ChunkIds]:
+        return iter(self._chunks.values())
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks

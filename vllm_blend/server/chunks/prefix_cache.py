@@ -112,6 +112,16 @@ class BlendKVCacheManager:
         return exact
 
 
+def prepare_manager(
+    manager: Any, vllm_config: Any, block_size: int
+) -> Callable[[Any], list[BlockHash]]:
+    """Makes vLLM's ``KVCacheManager`` find a blended request's blocks; returns what names the blocks of
+    requests that the engine makes itself, as it does for clients'."""
+    manager.__class__ = type("BlendKVCacheManager", (BlendKVCacheManager, type(manager)), {})
+    manager.blend_block_size = block_size
+    return block_hasher(vllm_config, block_size)
+
+
 def disown_blocks(request: Any, start: int, manager: Any) -> None:
     """Takes a request's blocks from token ``start`` on out of the prefix cache."""
     names = request.blend_names

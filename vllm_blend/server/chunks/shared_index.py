@@ -57,6 +57,11 @@ class SharedIndex:
             self.num_tokens += most.num_tokens - before
         return gone
 
+    def drop(self, owner: Hashable) -> None:
+        """Forgets an owner; one that is not known is no error."""
+        if (index := self._indexes.pop(owner, None)) is not None:
+            self.num_tokens -= index.num_tokens
+
     def remove(self, owner: Hashable, key: Hashable) -> None:
         """Forgets a sequence; one that is not known is no error."""
         if (index := self._indexes.get(owner)) is not None:

@@ -151,6 +151,12 @@ class BlendRenderer(HfRenderer):
         """A piece's ids without special tokens; nothing else in ``params`` changes them."""
         return piece, np.array(self._encode(piece, params), dtype=np.int32)
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets a tenant's pieces."""
+        with self._ids_lock:
+            for key in [key for key in self._ids if key[0] == tenant]:
+                del self._ids[key]
+
     def _encode(self, piece: str, params: Any) -> list[int]:
         ids: list[int] = super()._tokenize_prompt({"prompt": piece}, params)["prompt_token_ids"]
         return ids

@@ -26,6 +26,11 @@ class BlendRoutes:
             from vllm_blend.server.frontend.page import add_page
 
             add_page(app, settings)
+        if settings.operator_key is not None:
+            from vllm_blend.server.frontend.operator import add_operator_routes
+
+            add_operator_routes(app, settings)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Nothing: what the routes need is in the settings."""
+        """Notes the engine that the operator's routes ask."""
+        state.blend_engine = engine_client

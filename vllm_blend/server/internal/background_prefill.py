@@ -114,6 +114,15 @@ class BackgroundPrefill:
         """Nobody waits for a chunk any more; one that is begun is computed nevertheless."""
         self._waiting.remove(key)
 
+    def waiting(self) -> list[ChunkIds]:
+        """The chunks that wait to be computed."""
+        return list(self._waiting)
+
+    def forget(self, key: ChunkKey) -> None:
+        """A chunk is deleted: it does not wait any more, whoever asked for it."""
+        self._waiting.remove(key)
+        self.askers.forget(key)
+
     def clear(self) -> None:
         """Computes nothing more but what is begun."""
         while self._waiting:

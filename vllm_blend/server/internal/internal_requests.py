@@ -37,6 +37,7 @@ class InternalRequests:
         contexts: what chunks are computed after.
         adapters: of clients' requests; a chunk is computed with its own.
         stopped: the engine is shutting down: nothing is begun but what a client's request waits for.
+        paused: blending is off: nothing is begun.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class InternalRequests:
     ) -> None:
         model_config = vllm_config.model_config
         longest = model_config.max_model_len - 1
-        self.stopped = False
+        self.stopped = self.paused = False
         self.adapters = Adapters()
         self.contexts = chunk_contexts(
             vllm_config,
@@ -80,7 +81,9 @@ class InternalRequests:
     @property
     def num_waiting(self) -> int:
         """What is left to do, whether or not clients' requests come."""
-        return 0 if self.stopped else (not self._measured()) + self.background.num_waiting
+        return (
+            0 if self.stopped or self.paused else (not self._measured()) + self.background.num_waiting
+        )
 
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
@@ -91,7 +94,7 @@ class InternalRequests:
 
     def start(self, num_unfinished: int) -> list[Any]:
         """Engine requests to begin with now; ``num_unfinished``: requests in the engine."""
-        if self.stopped and (self._measured() or not num_unfinished):
+        if self.paused or (self.stopped and (self._measured() or not num_unfinished)):
             return []
         if self._measured():
             return self.background.start(idle=num_unfinished <= self.background.num_running)

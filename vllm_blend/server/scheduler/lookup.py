@@ -42,6 +42,14 @@ class Found:
     harvest: list[CollectPlan] = field(default_factory=list)
     num_harvested: int = 0
 
+    def why_not(self, blend_request: BlendRequest, min_tokens: int) -> str:
+        """Why there are no spans."""
+        if self.missed:
+            return "no chunk is known yet"
+        if self.short:
+            return f"its chunks have fewer than {min_tokens} tokens (min_chunk_tokens)"
+        return blend_request.why_not or "no chunk in the prompt"
+
 
 class Lookup:
     """Looks chunks up; those that are missed are kept from the request's prefill, fetched, or computed
@@ -126,6 +134,10 @@ class Lookup:
         if (key := self._chunks.reserve(kept)) is None:
             return None
         return CollectPlan(start, num_prompt_tokens=start + len(kept.token_ids), key=key, chunk=kept)
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets a tenant's prompts."""
+        self._recent.drop(tenant)
 
     def marked(
         self, tenant: str, tokens: TokenIds, blend_request: BlendRequest

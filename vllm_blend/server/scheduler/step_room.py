@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_blend.core.plans import KeyedPlan
 from vllm_blend.server.internal.internal_requests import InternalRequests
+from vllm_blend.server.scheduler.request_plans import RequestPlans
+
+logger = logging.getLogger("vllm.vllm_blend.server")
 
 
 class StepRoom:
@@ -20,7 +23,7 @@ class StepRoom:
     num_spec_tokens: int
 
     blend_internal: InternalRequests
-    _plans: dict[str, KeyedPlan]
+    blend_plans: RequestPlans
     _step_rows: int
     _rows_left: int
 
@@ -38,7 +41,7 @@ class StepRoom:
         if background.is_mine(request.request_id) and self._cuts:
             running = request.status == RequestStatus.RUNNING
             num_new = background.room(request.request_id, left, num_new, running)
-        if request.request_id in self._plans and left > 1 and (window := self._window()):
+        if request.request_id in self.blend_plans and left > 1 and (window := self._window()):
             num_new = min(left, window) if num_new >= min(left, window) else 0
         rows = self._num_rows(request.request_id, num_computed, num_new)
         if rows > self._rows_left:
@@ -49,9 +52,20 @@ class StepRoom:
         self._rows_left = max(0, self._rows_left - rows)
         return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
 
+    def tell_window(self) -> None:
+        """Says in the log how long prompts may be that are prefilled whole."""
+        if window := self._window():
+            logger.info("vllm_blend: blended prompts of up to %d tokens are prefilled whole.", window)
+        elif self._cuts:
+            logger.warning(
+                "vllm_blend: blended prompts are cut where a step is full, so what is recomputed "
+                "depends on what else it holds; max_num_batched_tokens of at least twice "
+                "max_num_seqs prevents it."
+            )
+
     def _num_rows(self, request_id: str, start: int, count: int) -> int:
         """How many of ``count`` tokens from ``start`` on a step computes, about."""
-        plan = self._plans.get(request_id)
+        plan = self.blend_plans.get(request_id)
         if plan is None or start >= plan.spans[-1].end:
             return count
         if not plan.settings.early:  # all rows of the first layers are computed

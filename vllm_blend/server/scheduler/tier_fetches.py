@@ -101,6 +101,26 @@ class Fetches:
         self._to_ask.remove(key)
         self._ended(key)
 
+    def is_asked(self, key: ChunkKey) -> bool:
+        """Whether a chunk is asked for, and neither here nor given up."""
+        return key in self._to_ask or key in self._pending
+
+    def forget(self, chunk: ChunkIds) -> None:
+        """A chunk is deleted: it is not asked for, and not found below, until it is put anew."""
+        key = chunk_key(chunk)
+        self._pending.pop(key, None)
+        self._askers.forget(key)
+        self.remove(key)
+        self._below.remove(chunk.shelf, key)
+
+    def forget_tenant(self, tenant: str) -> None:
+        """All of a tenant's chunks are deleted."""
+        for chunk in [*self._to_ask, *self._pending.values()]:
+            if chunk.tenant == tenant:
+                self.forget(chunk)
+        for context in self._contexts.known:
+            self._below.drop((tenant, context))
+
     def clear(self) -> None:
         """Asks for nothing more."""
         while self._to_ask:

@@ -41,6 +41,9 @@ class ChunkCache:
     def apply(self, orders: WorkerCommands) -> None:
         """Does what the scheduler asks for."""
         self.drop(orders.drop)
+        if self.tiers is not None:
+            for chunk in orders.discard:
+                self.tiers.purge(chunk)
         for key, chunk in orders.fetch:
             assert self.tiers is not None
             self.tiers.fetch(key, chunk)
@@ -126,6 +129,17 @@ class ChunkCache:
             self.memory.free(key)
             if self.tiers is not None:
                 self.tiers.forget(key)
+
+    def whole(self) -> list[ChunkKey]:
+        """The chunks whose KV is here, in finite numbers; what is not finite leaves the store's memory,
+        too."""
+        found = []
+        for key, kv in self._chunks.items():
+            if all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer):
+                found.append(key)
+            elif self.tiers is not None:
+                self.tiers.discard(key)
+        return found
 
     def renew(self, weights: str) -> None:
         """Forgets all chunks, since the model has other weights now.

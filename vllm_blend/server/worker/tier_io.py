@@ -137,6 +137,29 @@ class TierIO:
                 self.forget(key)  # nobody will drop it
         return found
 
+    def discard(self, key: ChunkKey) -> None:
+        """Removes a chunk from the store's memory; what the other tiers have is verified when read."""
+        if (name := self._names.get(key)) is not None:
+            self.store.discard(name)
+
+    def purge(self, chunk: ChunkIds) -> None:
+        """Begins to remove a chunk from the store."""
+        key = self._key(chunk)
+        self.store.purge(key)
+        if self._on_disk is not None:
+            self._on_disk.pop(key.digest, None)
+
+    def purge_tenant(self, tenant: str, contexts: Collection[tuple[int, ...]]) -> None:
+        """Begins to remove all of a tenant's chunks that lie on disk."""
+
+        def work() -> None:
+            for digest, ids in self.store.token_ids():
+                for chunk in (ChunkIds(tenant, ids, context) for context in contexts):
+                    if ids and min(ids) >= 0 and self._key(chunk).digest == digest:
+                        self.purge(chunk)
+
+        self._claimer.submit(work)
+
     def locate(self, key: ChunkKey, chunk: ChunkIds) -> None:
         """Begins to look for a chunk."""
         if key not in self._looks:
@@ -194,7 +217,7 @@ class TierIO:
                 on_disk[digest] = ids
             self._on_disk = on_disk
         found = []
-        for digest, ids in self._on_disk.items():
+        for digest, ids in list(self._on_disk.items()):
             if not ids or min(ids) < 0:
                 continue
             chunks = (ChunkIds(tenant, ids, context) for context in contexts)
