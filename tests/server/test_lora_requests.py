@@ -106,3 +106,23 @@ def test_an_adapter_whose_files_are_not_here_is_prefilled_in_full(
     (found,) = ask(server, [prompt], [{"spans": spans} | REPORT], adapters[1:2])
     assert report(found)["why_not"] == "its files are not here"
     assert report(found)["reused_tokens"] == 0
+
+
+def test_an_operator_deletes_the_chunks_of_all_adapters(server: Engine, adapters: list[Any]) -> None:
+    prompt, spans = prompt_of(server, [7, 8])
+    for adapter in adapters:
+        ask(server, [prompt], [{"spans": spans} | REPORT], [adapter])
+        drain(server)
+    operate = server.llm.llm_engine.engine_core.engine_core.blend_operation
+    assert list(operate("stats", {})["tenants"]) == [""]
+    listed = operate("list", {"tenant": "", "offset": 0, "limit": 10**6})["chunks"]
+    assert len({chunk["adapter"] for chunk in listed}) == 3
+    start, end = spans[0]
+    told = operate("delete", {"tenant": "", "pieces": [prompt[start:end]]})
+    assert told == {"deleted": 3, "deleted_after_use": 0}
+    operate("delete_tenant", {"tenant": ""})
+    assert operate("list", {"tenant": "", "offset": 0, "limit": 1})["num_chunks"] == 0
+    for adapter in adapters:
+        (found,) = ask(server, [prompt], [{"spans": spans} | REPORT], [adapter])
+        assert report(found)["reused_tokens"] == 0
+        drain(server)
