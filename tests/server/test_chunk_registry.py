@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkIds, CollectPlan, KeyedPlan, KeyedSpan
 from vllm_blend.server.chunks.chunk_registry import IDLE_S, ChunkRegistry, chunk_key
+from vllm_blend.server.chunks.token_index import Windows
 from vllm_blend.server.internal.background_prefill import MIN_WINDOW, BackgroundPrefill
 from vllm_blend.server.messages import WorkerCommands
 from vllm_blend.server.worker.chunk_cache import ChunkCache
@@ -78,6 +79,17 @@ class Chunks(RuleBasedStateMachine):
             self.background.finish(request_id)
             del self.running[request_id]
 
+    @rule(nth=st.integers(0, 9))
+    def delete(self, nth: int) -> None:
+        """An operator deletes a chunk that is here, in use, or on its way."""
+        some = [*self.known.all(), *self.known.all_coming()]
+        if some:
+            key, chunk = some[nth % len(some)]
+            used = key in [span.key for span in self.used]
+            gone = self.known.delete(key)
+            assert gone == (not used and self.known.coming(key) is None)
+            assert self.known.get(chunk) is None and self.known.reserve(chunk) is None or gone
+
     def compute(self, plan: CollectPlan, whole: bool) -> None:
         """What the model does in a window of the chunk's request."""
         rows = plan.num_prompt_tokens if whole else plan.num_prompt_tokens // 2
@@ -93,6 +105,14 @@ class Chunks(RuleBasedStateMachine):
             plan = self.kv.resolve(KeyedPlan((span,)), "", 0)
             assert plan is not None
             assert plan.spans[0].kv.num_tokens == span.end
+
+    @invariant()
+    def what_is_deleted_stays_for_its_users_alone(self) -> None:
+        for key in self.known._deleted:
+            assert self.known.is_pinned(key) or self.known.coming(key) is not None
+        assert not {key for key, _ in self.known.all()} & self.known._deleted
+        for chunk in self.known.take_discards():
+            assert chunk_key(chunk) not in self.known
 
     @invariant()
     def both_sides_agree(self) -> None:
@@ -173,6 +193,31 @@ def test_what_is_too_large_or_all_in_use_is_not_computed() -> None:
     background.add(chunk_of(0, 1000, context=(7,)))
     assert background.num_dropped == 3
     assert background.num_waiting == 0
+
+
+def test_a_deleted_chunk_is_found_by_nobody_and_goes_with_its_last_user() -> None:
+    chunks, mine, other = ChunkRegistry(1000), chunk_of(0, 90), chunk_of(500, 590)
+    come(chunks, mine)
+    come(chunks, other)
+    key = chunks.get(mine)
+    assert key is not None
+    chunks.pin([key, key])
+    assert not chunks.delete(key)
+    prompt = Windows.of(tuple(range(90)))
+    for _ in range(2):
+        assert chunks.get(mine) is None and not chunks.find("", (), prompt, 16)
+        assert chunks.reserve(mine) is None and not chunks.take_drops()
+        assert key in chunks
+        chunks.unpin([key])
+    assert key not in chunks and chunks.take_drops() == (key,)
+    assert chunks.take_discards() == (mine,) and chunks.num_tokens == 90
+    come(chunks, mine)  # it was sent again
+    assert chunks.get(mine) == key and chunks.find("", (), prompt, 16)
+    (coming,) = [k for k in [chunks.reserve(chunk_of(700, 790))] if k]
+    assert not chunks.delete(coming)
+    chunks.commit(coming)
+    assert coming not in chunks and chunks.take_drops() == (coming,)
+    assert chunks.get(other) is not None
 
 
 def test_a_tenant_s_name_is_no_part_of_a_chunk() -> None:
