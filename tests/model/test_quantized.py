@@ -17,13 +17,18 @@ LENGTH, QUESTION = 420, 12
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of narrower weights than others': it does not amplify rounding."""
-    return tiny_model("llama", tmp_path_factory.mktemp("llama"), initializer_range=0.12)
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"), initializer_range=0.08)
 
 
 def first_logits(engine: Engine) -> tuple[list[int], torch.Tensor]:
     """A prompt, and the logits that full prefill gives it."""
     prompt = engine.ids(LENGTH, 1)
-    return prompt, engine.run(prompt, max_tokens=1)[1]
+    return prompt, last_logits(engine, prompt)
+
+
+def last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """Those of the prompt's last token; there are others where it runs in several windows."""
+    return engine.run(prompt, max_tokens=1)[1][-1:]
 
 
 # --- the paged cache in fp8 -------------------------------------------------------------------------
@@ -62,8 +67,8 @@ def test_exact_kv_over_a_cache_in_fp8_is_its_full_prefill(
     assert noise > 1e-4  # else nothing was rounded
     exact = fp8.collect(prompt)
     with fp8.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
-        _, logits = fp8.run(prompt, max_tokens=1)
-    assert relative_error(logits, full) < noise
+        logits = last_logits(fp8, prompt)
+    assert relative_error(logits, full) < noise / 100
 
 
 @needs_avx512
@@ -71,7 +76,7 @@ def test_wrong_kv_over_a_cache_in_fp8_is_not(fp8: Engine, unrounded: torch.Tenso
     prompt, full = first_logits(fp8)
     wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in fp8.collect(prompt)]
     with fp8.blending(wrong, QUESTION, recomp_ratio=0.0, policy="random"):
-        _, logits = fp8.run(prompt, max_tokens=1)
+        logits = last_logits(fp8, prompt)
     assert relative_error(logits, full) > relative_error(full, unrounded)
 
 
@@ -93,15 +98,15 @@ def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy
     exact = weights.collect(prompt)
     for ratio in (0.0, 0.16, 1.0):
         with weights.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
-            _, logits = weights.run(prompt, max_tokens=1)
-        assert relative_error(logits, full) < 0.02
+            logits = last_logits(weights, prompt)
+        assert relative_error(logits, full) < 0.04  # 0.007 with weights in bfloat16
 
 
 def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:
     prompt, full = first_logits(weights)
     wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in weights.collect(prompt)]
     with weights.blending(wrong, QUESTION, recomp_ratio=0.0, policy="random"):
-        _, logits = weights.run(prompt, max_tokens=1)
+        logits = last_logits(weights, prompt)
     assert relative_error(logits, full) > 0.1
 
 
@@ -110,5 +115,5 @@ def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine) -> None:
     torch.manual_seed(0)
     noise: Any = [[torch.randn_like(t) for t in layer] for layer in weights.collect(prompt)]
     with weights.blending(noise, QUESTION, recomp_ratio=1.0, policy="random"):
-        _, logits = weights.run(prompt, max_tokens=1)
+        logits = last_logits(weights, prompt)
     assert relative_error(logits, full) < 0.02

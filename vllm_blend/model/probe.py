@@ -32,7 +32,7 @@ from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 from vllm_blend.model.graphs import RowGraphs
-from vllm_blend.model.verdicts import ABOUT, Verdict, model_digest, verdict_of, verdicts_folder
+from vllm_blend.model.verdicts import ABOUT, Verdict, model_digest, read_verdict, verdicts_folder
 
 if TYPE_CHECKING:
     from vllm_blend.model.blending import Blending
@@ -338,7 +338,7 @@ def _read(path: Path) -> Verdict | None:
     """What was found before; None: nothing, or it cannot be read."""
     found: Verdict | None = None
     try:
-        found = verdict_of({k: v for k, v in json.loads(path.read_text()).items() if k != ABOUT})
+        found = read_verdict(path)[1]
     except (OSError, ValueError, TypeError, KeyError):
         found = None
     # all ranks probe, or none

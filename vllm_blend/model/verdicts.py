@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -42,9 +41,17 @@ class Verdict:
         )
 
 
-def verdict_of(values: Mapping[str, Any]) -> Verdict:
-    """A verdict of JSON values; raises KeyError or TypeError where they are not one."""
-    return Verdict(**{**values, "rotations": tuple(values["rotations"])})
+def read_verdict(path: Path) -> tuple[dict[str, str], Verdict]:
+    """A kept verdict, and of which engine it is; empty where the file does not tell.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError: it cannot be read, or is no verdict.
+    """
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise TypeError(f"{path} holds no verdict")
+    about: dict[str, str] = values.pop(ABOUT, {})
+    return about, Verdict(**values | {"rotations": tuple(values["rotations"])})
 
 
 def verdicts_folder() -> Path:
@@ -64,10 +71,9 @@ def kept_verdicts(model_config: Any) -> list[tuple[dict[str, str], Verdict]]:
     found = []
     for path in verdicts_folder().glob("*.json"):
         try:
-            values = json.loads(path.read_text())
-            about = values.pop(ABOUT)
+            about, verdict = read_verdict(path)
             if about["model"] == model_digest(model_config) and about["version"] == package_version():
-                found.append((path.stat().st_mtime, about, verdict_of(values)))
+                found.append((path.stat().st_mtime, about, verdict))
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return [(about, verdict) for _, about, verdict in sorted(found, key=lambda one: -one[0])]
