@@ -25,7 +25,7 @@ HELP = help_text(
     a running server. No engine is started.""",
     "vllm-blend doctor",
     "vllm-blend doctor MODEL --settings blend.yaml",
-    "vllm-blend doctor MODEL -- --kv-cache-dtype fp8   # as for vllm serve",
+    "vllm-blend doctor MODEL -- --max-model-len 8192   # as for vllm serve",
     "vllm-blend doctor --url http://127.0.0.1:8000 --json",
 )
 
