@@ -76,29 +76,26 @@ class BlendScheduler(StepRoom):
             self._block_size,
             on_measured=self._calibrated,
         )
-        background = self.blend_internal.background
+        background, contexts = self.blend_internal.background, self.blend_internal.contexts
         self.blend_fetches: Fetches | None = None
         if settings.store is not None:
-            self.blend_fetches = Fetches(self.blend_chunks, background, self.blend_internal.contexts)
+            self.blend_fetches = Fetches(self.blend_chunks, background, contexts)
             if settings.auto:
                 self.blend_fetches.claim("")  # so that they are known to the first request
         self.blend_lookup = Lookup(
             self.blend_chunks,
             background,
             self.blend_fetches,
-            self.blend_internal.contexts,
+            contexts,
             settings.min_chunk_tokens,
             settings.max_chunk_tokens,
         )
         self.blend_plans = RequestPlans(self.blend_chunks, manager, self._block_size)
         self._waits: TierWaits | None = None
-        if self.blend_fetches is not None and self.blend_internal.calibration is not None:
+        calibration, min_tokens = self.blend_internal.calibration, settings.min_chunk_tokens
+        if self.blend_fetches is not None and calibration is not None:
             self._waits = TierWaits(
-                self.blend_fetches,
-                self.blend_lookup,
-                self.blend_internal.contexts,
-                self.blend_internal.calibration,
-                settings.min_chunk_tokens,
+                self.blend_fetches, self.blend_lookup, contexts, calibration, min_tokens
             )
         self.blend_operations = Operations(
             self.blend_chunks, self.blend_lookup, self.blend_internal, self.blend_fetches
