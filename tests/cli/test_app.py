@@ -61,5 +61,7 @@ def test_the_module_is_the_command_and_loads_no_engine_for_its_help() -> None:
 
 
 def test_completion_is_offered() -> None:
-    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="vllm-blend")
+    # as a shell asks for it; --show-completion looks for the shell that started it
+    shell = {"_VLLM_BLEND_COMPLETE": "source_bash"}
+    result = CliRunner().invoke(app, [], env=shell, prog_name="vllm-blend")
     assert result.exit_code == 0 and "vllm_blend" in result.stdout.lower().replace("-", "_")

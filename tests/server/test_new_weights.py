@@ -12,12 +12,14 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine, tiny_model
 from safetensors.torch import load_file, save_file
 
+from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store.disk import SUFFIX
 from vllm_blend.store.fingerprint import parameters_digest
 
 
 @pytest.fixture
-def server(tiny: Any, tmp_path: Path) -> Iterator[Engine]:
+def server(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)  # a busy machine loads no chunk in 0.01 s
     store = {"host_gb": 0.2, "disk": {"folder": str(tmp_path), "budget_gb": 1, "fsync": False}}
     settings = {"vllm_blend": {"store": store, "stand_in": ""}}
     with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:

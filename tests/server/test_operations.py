@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.frontend.routes import BlendRoutes
+from vllm_blend.server.scheduler import tier_fetches
 from vllm_blend.store.disk import SUFFIX
 
 KEY = "a key of an operator"
@@ -34,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny: Any, folder: Path) -> Iterator[Engine]:
     store = {"host_gb": 0.02, "disk": {"folder": str(folder), "budget_gb": 0.1, "fsync": False}}
     settings = {"vllm_blend": {"store": store, "stand_in": "", "auto": True}}
-    with make_engine(tiny("llama"), enable_prefix_caching=True, additional_config=settings) as engine:
+    options: dict[str, Any] = dict(enable_prefix_caching=True, additional_config=settings)
+    with pytest.MonkeyPatch.context() as patch, make_engine(tiny("llama"), **options) as engine:
+        patch.setattr(tier_fetches, "MIN_WAIT_S", 5.0)  # a busy machine loads no chunk in 0.01 s
         drain(engine)
         yield engine
 
