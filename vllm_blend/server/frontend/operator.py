@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Body, Depends, HTTPException, Query, Request
+from fastapi import Body, Depends, Query, Request
+from fastapi.responses import JSONResponse
 
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.request import pieces
@@ -31,6 +32,18 @@ MIN_KEY = 16
 MAX_TEXTS = 1024
 """Of one request."""
 MAX_LISTED = 1000
+
+
+class Refused(Exception):
+    """A request that is not carried out. (vLLM logs a traceback for each of FastAPI's own.)"""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers = status, detail, headers
+
+
+async def _answer(request: Request, refused: Any) -> JSONResponse:
+    return JSONResponse({"detail": refused.detail}, refused.status, refused.headers)
 
 
 def operator_key(place: Mapping[str, Any]) -> str:
@@ -48,15 +61,16 @@ def operator_key(place: Mapping[str, Any]) -> str:
 def add_operator_routes(app: FastAPI, settings: ServerSettings) -> None:
     """Adds the routes, which ask the engine client at ``app.state.blend_engine``."""
     assert settings.operator_key is not None
+    app.add_exception_handler(Refused, _answer)
     expected = sha256(operator_key(settings.operator_key).encode()).digest()
 
     async def allowed(request: Request) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not key:
             challenge = {"WWW-Authenticate": "Bearer"}
-            raise HTTPException(401, "the operator's key is needed, as a bearer token", challenge)
+            raise Refused(401, "the operator's key is needed, as a bearer token", challenge)
         if not hmac.compare_digest(sha256(key.strip().encode()).digest(), expected):
-            raise HTTPException(403, "this is not the operator's key")
+            raise Refused(403, "this is not the operator's key")
 
     async def ask(operation: str, **values: Any) -> Any:
         engines = await app.state.blend_engine.engine_core.call_utility_all_async(
@@ -95,14 +109,14 @@ def add_operator_routes(app: FastAPI, settings: ServerSettings) -> None:
         if texts is not None:
             return await ask("delete", tenant=tenant or "", pieces=cut(texts))
         if tenant is None:
-            raise HTTPException(400, "neither texts nor tenant; one of them says what to delete")
+            raise Refused(400, "neither texts nor tenant; one of them says what to delete")
         app.state.blend_engine.renderer.forget_tenant(tenant)
         return await ask("delete_tenant", tenant=tenant)
 
     async def warm(body: Annotated[Any, Body()]) -> Any:
         tenant, texts = checked(body)
         if texts is None:
-            raise HTTPException(400, "texts is missing; expected a list of texts")
+            raise Refused(400, "texts is missing; expected a list of texts")
         return await ask("warm", tenant=tenant or "", pieces=cut(texts))
 
     async def verify() -> Any:
@@ -125,23 +139,23 @@ def checked(body: Any) -> tuple[str | None, list[str] | None]:
     """Tenant and texts of a request's body.
 
     Raises:
-        HTTPException: 400, which names what is wrong.
+        Refused: 400, which names what is wrong.
     """
     if not isinstance(body, dict):
-        raise HTTPException(400, f"the body is {type(body).__name__}; expected an object")
+        raise Refused(400, f"the body is {type(body).__name__}; expected an object")
     if unknown := sorted(body.keys() - {"tenant", "texts"}):
-        raise HTTPException(400, f"unknown key {unknown[0][:80]!r}; allowed: tenant, texts")
+        raise Refused(400, f"unknown key {unknown[0][:80]!r}; allowed: tenant, texts")
     tenant, texts = body.get("tenant"), body.get("texts")
     if not isinstance(tenant, str | None):
-        raise HTTPException(400, f"tenant is {type(tenant).__name__}; expected a text")
+        raise Refused(400, f"tenant is {type(tenant).__name__}; expected a text")
     if texts is None:
         return tenant, None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise HTTPException(400, "texts must be a list of texts")
+        raise Refused(400, "texts must be a list of texts")
     if not all(_is_unicode(text) for text in [tenant or "", *texts]):
-        raise HTTPException(400, "texts has a lone surrogate, which no text can hold")
+        raise Refused(400, "texts has a lone surrogate, which no text can hold")
     if not 0 < len(texts) <= MAX_TEXTS:
-        raise HTTPException(400, f"texts has {len(texts)} entries; allowed: 1 to {MAX_TEXTS}")
+        raise Refused(400, f"texts has {len(texts)} entries; allowed: 1 to {MAX_TEXTS}")
     return tenant, texts
 
 
