@@ -35,9 +35,7 @@ def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
     rows = HostRows(memory.reserve(key, KVShape(3, 2, 16, torch.half), kv.num_tokens), copies)
     for index, (k, v) in enumerate(kv.layers):
         for first in range(0, kv.num_tokens, 7):
-            k_rows, v_rows = k[first : first + 7].clone(), v[first : first + 7].clone()
-            rows.write(index, first, k_rows, v_rows)
-            v_rows.fill_(-1)  # as the next layer does
+            rows.write(index, first, k[first : first + 7].clone(), v[first : first + 7].clone())
     if copies is not None:
         copies.join().synchronize()
     return rows.kv()

@@ -8,6 +8,7 @@ what is stored, and not kept at all.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -24,17 +25,18 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._launched: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
+        self._launched: deque[tuple[int, Sequence[torch.Tensor], torch.cuda.Event]] = deque()
 
-    def launch(self, layer: int, place: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copies ``rows`` of a layer, which nothing else may change, to ``place``."""
-        compute = torch.cuda.current_stream(rows.device)
+    def launch(self, layer: int, places: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Copies a layer's rows, which nothing else may change, to their places."""
+        compute = torch.cuda.current_stream(self._stream.device)
         while self._launched and self._launched[0][0] not in (layer, layer - 1):
             compute.wait_event(self._launched.popleft()[2])
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            place.copy_(rows, non_blocking=True)
-        # held until compute has waited for the copy: then its memory may be used again
+            for place, part in zip(places, rows, strict=True):
+                place.copy_(part, non_blocking=True)
+        # held until compute has waited for the copies: then their memory may be used again
         self._launched.append((layer, rows, self._stream.record_event()))
 
     def join(self) -> torch.cuda.Event:
@@ -59,12 +61,13 @@ class HostRows:
         self._copies = copies
 
     def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        place = self._block[layer][:, first : first + len(k)]
-        if self._copies is not None:  # copied once more on the GPU: the next layer writes over v
-            self._copies.launch(layer, place, torch.stack((k, v)))
+        """Copies rows of a layer; on a GPU nothing else may change them."""
+        places = self._block[layer][:, first : first + len(k)]
+        if self._copies is not None:
+            self._copies.launch(layer, places, (k, v))
             return
-        for part, rows in zip(place, (k, v), strict=True):
-            part.copy_(rows)
+        for place, rows in zip(places, (k, v), strict=True):
+            place.copy_(rows)
 
     def kv(self) -> StoredKV:
         """All of it."""
