@@ -22,8 +22,8 @@ from vllm import LLM
 
 from vllm_blend import Blender, BlendSettings, embedded_model
 from vllm_blend.api.prompts import Chunk
+from vllm_blend.cli.eval.logits import agreement, kl_divergence, suffix_logits
 from vllm_blend.core.kv import StoredKV
-from vllm_blend.eval.logits import agreement, kl_divergence, suffix_logits
 
 SCALES: dict[str, tuple[int, ...] | None] = {
     "not kept in fp8": None,

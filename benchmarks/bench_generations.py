@@ -25,11 +25,11 @@ from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
 from vllm_blend.api.prompts import Chunk
+from vllm_blend.cli.eval import asking, forcing
+from vllm_blend.cli.eval.data import Example, read_examples
+from vllm_blend.cli.eval.tasks import TASKS, Task
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
-from vllm_blend.eval import asking, forcing
-from vllm_blend.eval.data import Example, read_examples
-from vllm_blend.eval.tasks import TASKS, Task
 
 SETTINGS = {
     "reuse": BlendSettings(policy="static", recomp_ratio=0.0),

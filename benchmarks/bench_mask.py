@@ -21,8 +21,8 @@ from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
 from vllm_blend import Blender, BlendSettings, embedded_model
+from vllm_blend.cli.eval.logits import kl_divergence, suffix_logits
 from vllm_blend.core.settings import MASKS
-from vllm_blend.eval.logits import kl_divergence, suffix_logits
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ PUBLIC = (
     "vllm_blend.store.ChunkStore",
     "vllm_blend.store.open_store",
     "vllm_blend.server.config.ServerSettings",
-    "vllm_blend.integrations.langchain.ChatBlend",
-    "vllm_blend.integrations.llama_index.BlendLLM",
+    "vllm_blend.api.langchain.ChatBlend",
+    "vllm_blend.api.llama_index.BlendLLM",
 )
 
 

@@ -11,7 +11,7 @@ are kept in .out/samsum (--output): a run that was stopped goes on where it was.
 
 import pathlib
 
-from vllm_blend.eval.run import run_task
+from vllm_blend.cli.eval.run import run_task
 
 OWN = pathlib.Path(__file__).parent.parent / "inputs/eval/samsum.json"
 

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1] / "vllm_blend"
 
 LOWER = {
     "core": set(),
-    "integrations": set(),
     "ops": {"core"},
     "compat": {"ops", "core"},
     "store": {"compat", "core"},
@@ -20,9 +19,8 @@ LOWER = {
     "model": {"attention", "compat", "ops", "core"},
     "server": {"store", "compat", "core"},
     "api": {"store", "compat", "core"},
-    "eval": {"api", "store", "compat", "core"},
     "plugin": {"server", "model", "attention", "store", "compat", "core"},
-    "cli": {"eval", "api", "server", "model", "attention", "store", "compat", "ops", "core"},
+    "cli": {"api", "server", "model", "attention", "store", "compat", "ops", "core"},
     "__main__": {"cli"},
 }
 """What each package may import of the others: nothing that is above it, and no more than it needs."""

@@ -15,7 +15,7 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrou
 from langchain_openai import ChatOpenAI
 from library import INSTRUCTION, Asked, Library, compare, options
 
-from vllm_blend.integrations.langchain import ChatBlend
+from vllm_blend.api.langchain import ChatBlend
 
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", INSTRUCTION), ("human", "{context}\n\nQuestion: {question}")]

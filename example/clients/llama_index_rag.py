@@ -16,7 +16,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.llms.openai_like import OpenAILike
 
-from vllm_blend.integrations.llama_index import BlendLLM
+from vllm_blend.api.llama_index import BlendLLM
 
 
 class BM25(BaseRetriever):

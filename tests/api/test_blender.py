@@ -11,8 +11,8 @@ import torch
 from engines import Engine
 
 from vllm_blend import Blender, BlendSettings
+from vllm_blend.cli.eval.logits import kl_divergence, suffix_logits
 from vllm_blend.core.settings import NO_STAND_IN
-from vllm_blend.eval.logits import kl_divergence, suffix_logits
 
 INPUTS = Path(__file__).parents[2] / "inputs"
 

@@ -247,7 +247,7 @@ def check_own(words: list[str], folder: Path) -> None:
     while own and own[0] in getattr(found, "commands", {}):
         found, own = found.commands[own[0]], own[1:]
     if words[0] == "eval" and len(words) > 1:
-        check_flags(own, list((ROOT / "vllm_blend/eval").glob("*.py")))
+        check_flags(own, list((ROOT / "vllm_blend/cli/eval").glob("*.py")))
         return
     known = {name for parameter in found.params for name in parameter.opts} | {"--help", "-h"}
     known |= {"--install-completion", "--show-completion"}

@@ -51,5 +51,5 @@ def test_nothing_comes_from_elsewhere(site: Path) -> None:
 
 def test_the_reference_is_made_of_docstrings(site: Path) -> None:
     text = (site / "reference.html").read_text()
-    for name in ("vllm_blend.Blender", "vllm_blend.integrations.langchain.ChatBlend"):
+    for name in ("vllm_blend.Blender", "vllm_blend.api.langchain.ChatBlend"):
         assert f'id="{name}"' in text

@@ -7,4 +7,4 @@ from importlib import import_module
 
 
 def main(arguments: Sequence[str]) -> None:
-    import_module(f"vllm_blend.eval.{arguments[0]}").main(arguments[1:])
+    import_module(f"vllm_blend.cli.eval.{arguments[0]}").main(arguments[1:])

@@ -9,5 +9,5 @@ prompts.py      traces and texts: lines of JSON, as prompts of token ids
 simulate.py     what a server would reuse of a trace; simulation.py works it out
 trial.py        both kinds of answers to the user's own prompts, and settings to serve with
 warm.py         chunks that a server, or a store, is to know
-eval.py         the evaluation's commands
+eval/           the evaluation: methods on data sets, paired with full prefill
 """

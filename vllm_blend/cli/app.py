@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from vllm_blend.cli import doctor, eval, simulate, store, trial, warm
+from vllm_blend.cli import doctor, simulate, store, trial, warm
+from vllm_blend.cli.eval import app as eval
 from vllm_blend.cli.output import help_text
 from vllm_blend.compat.version import package_version
 

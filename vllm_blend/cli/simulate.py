@@ -155,7 +155,7 @@ def _sum(served: Sequence[Served], name: str) -> int:
 def measured(model: str, path: Path) -> EngineTimes:
     """Times prefills of the model on this machine, and keeps the fit."""
     from vllm_blend.api.load_control import measure_engine
-    from vllm_blend.eval.run import make_blender
+    from vllm_blend.cli.eval.run import make_blender
 
     times = measure_engine(make_blender(Path(model), 4096))
     path.write_text(json.dumps(asdict(times), indent=1) + "\n")

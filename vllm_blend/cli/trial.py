@@ -26,9 +26,9 @@ from vllm_blend.cli.prompts import Row, read_rows
 from vllm_blend.core.settings import policy_factors
 
 if TYPE_CHECKING:
-    from vllm_blend.eval.runner import Result, Runner
-    from vllm_blend.eval.stats import Summary
-    from vllm_blend.eval.tasks import Task
+    from vllm_blend.cli.eval.runner import Result, Runner
+    from vllm_blend.cli.eval.stats import Summary
+    from vllm_blend.cli.eval.tasks import Task
 
 POLICIES = "ahead*static,static"
 RATIOS = "0.05,0.08,0.16,0.3,0.5"
@@ -150,9 +150,9 @@ def _runner(
     model: str, max_model_len: int, max_tokens: int, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Runner, Task]:
     """An engine with the model's chat template, if it has one; prompts one after the other."""
-    from vllm_blend.eval.run import make_blender
-    from vllm_blend.eval.runner import Protocol, Runner
-    from vllm_blend.eval.tasks import Task
+    from vllm_blend.cli.eval.run import make_blender
+    from vllm_blend.cli.eval.runner import Protocol, Runner
+    from vllm_blend.cli.eval.tasks import Task
 
     blender = make_blender(Path(model), max_model_len, chat=None, **options)
     task = Task("prompts", "", "{question}", "F1", max_tokens, stop=(), titled=False)
@@ -168,9 +168,9 @@ def _tuned(
     policies: Sequence[str],
     ratios: Sequence[float],
 ) -> Summary | None:
-    from vllm_blend.eval.data import Example, Passage
-    from vllm_blend.eval.runner import others
-    from vllm_blend.eval.tune import tune
+    from vllm_blend.cli.eval.data import Example, Passage
+    from vllm_blend.cli.eval.runner import others
+    from vllm_blend.cli.eval.tune import tune
 
     examples = [
         Example(str(number), tuple(map(Passage, row.chunks)), row.question, _answers(row))
@@ -191,14 +191,14 @@ def _answers(row: Row) -> tuple[str, ...]:
 
 def _nearest(runner: Runner) -> Summary:
     """Of all that was tried, what is nearest to full prefill."""
-    from vllm_blend.eval.stats import summarize
+    from vllm_blend.cli.eval.stats import summarize
 
     found = [s for s in summarize(runner.results) if s.kl is not None and "@" in s.method]
     return min(found, key=lambda summary: summary.kl.value if summary.kl else 0.0)
 
 
 def _settings(method: str) -> dict[str, Any]:
-    from vllm_blend.eval.tune import settings_of
+    from vllm_blend.cli.eval.tune import settings_of
 
     return settings_of(method)
 

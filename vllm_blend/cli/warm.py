@@ -198,7 +198,7 @@ def into_store(
     yields texts once they are in the store's memory. Each is computed as it stands first in a prompt,
     and as it stands later."""
     from vllm_blend.api.blender import Blender
-    from vllm_blend.eval.run import make_blender
+    from vllm_blend.cli.eval.run import make_blender
     from vllm_blend.server.chunks.chunk_contexts import chunk_contexts
     from vllm_blend.server.config import ServerSettings
     from vllm_blend.server.request import pieces

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.cli.eval.data import Example, read_examples
+from vllm_blend.cli.eval.methods import blend_settings
+from vllm_blend.cli.eval.run import examples_parser, runner_of
+from vllm_blend.cli.eval.runner import Runner
+from vllm_blend.cli.eval.stats import Summary, summarize
+from vllm_blend.cli.eval.tables import interval, percent
+from vllm_blend.cli.eval.tasks import TASKS, Task
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.eval.data import Example, read_examples
-from vllm_blend.eval.methods import blend_settings
-from vllm_blend.eval.run import examples_parser, runner_of
-from vllm_blend.eval.runner import Runner
-from vllm_blend.eval.stats import Summary, summarize
-from vllm_blend.eval.tables import interval, percent
-from vllm_blend.eval.tasks import TASKS, Task
 
 POLICIES = ("static", "ahead", "ahead*static", "hkvd", "ahead*hkvd")
 BEHIND_OTHERS = ":behind=others"

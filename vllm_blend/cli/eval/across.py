@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vllm_blend.eval.command import command_parser
-from vllm_blend.eval.runs import Run, What, read_runs
-from vllm_blend.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
-from vllm_blend.eval.tables import interval, number, percent, table
+from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.runs import Run, What, read_runs
+from vllm_blend.cli.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
+from vllm_blend.cli.eval.tables import interval, number, percent, table
 
 Column = Callable[[Run], Mapping[str, float]]
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif options.what == "recovered":
         print(recovered_table(runs, methods, options.of), end="")
     elif options.what == "plot":
-        from vllm_blend.eval.figures import kl_of_runs
+        from vllm_blend.cli.eval.figures import kl_of_runs
 
         kl_of_runs(runs, options.policies, options.output)
     else:

@@ -12,7 +12,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from openai_stub import REPORT, Stub
 
-from vllm_blend.integrations.llama_index import BlendLLM
+from vllm_blend.api.llama_index import BlendLLM
 from vllm_blend.server.frontend.chunk_markers import split
 
 TEXTS = [

@@ -18,22 +18,22 @@ from commands import main
 
 from vllm_blend import Blender
 from vllm_blend.api.prompts import Chunk
+from vllm_blend.cli.eval import run as run_module
+from vllm_blend.cli.eval.data import Example, Passage
+from vllm_blend.cli.eval.diagnose import Diagnosis, diagnose
+from vllm_blend.cli.eval.forcing import check_forced, forced_params
+from vllm_blend.cli.eval.logits import watching
+from vllm_blend.cli.eval.report import render
+from vllm_blend.cli.eval.run import make_blender
+from vllm_blend.cli.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
+from vllm_blend.cli.eval.stats import summarize
+from vllm_blend.cli.eval.synthetic import synthetic
+from vllm_blend.cli.eval.tasks import TASKS
+from vllm_blend.cli.eval.tune import settings_of, tune
 from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.core.settings import PAPER, BlendSettings
 from vllm_blend.core.static_scores import movement
-from vllm_blend.eval import run as run_module
-from vllm_blend.eval.data import Example, Passage
-from vllm_blend.eval.diagnose import Diagnosis, diagnose
-from vllm_blend.eval.forcing import check_forced, forced_params
-from vllm_blend.eval.logits import watching
-from vllm_blend.eval.report import render
-from vllm_blend.eval.run import make_blender
-from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
-from vllm_blend.eval.stats import summarize
-from vllm_blend.eval.synthetic import synthetic
-from vllm_blend.eval.tasks import TASKS
-from vllm_blend.eval.tune import settings_of, tune
 
 
 @pytest.fixture(scope="module")

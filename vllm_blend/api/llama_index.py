@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; pip install 'vllm-blend[llama-index]'") from error
 
-from vllm_blend.integrations.separators import (
+from vllm_blend.api.separators import (
     draw_separator,
     mark,
     report_of,

@@ -1,4 +1,4 @@
-"""``vllm-blend eval``: the evaluation's commands, each with its own options (``vllm_blend/eval/``)."""
+"""``vllm-blend eval``: the evaluation's commands, each with its own options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 def _command(name: str) -> Callable[[typer.Context], None]:
     def command(context: typer.Context) -> None:
-        import_module(f"vllm_blend.eval.{name}").main(context.args)
+        import_module(f"vllm_blend.cli.eval.{name}").main(context.args)
 
     return command
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vllm_blend.eval.runner import Result, model_of, read_results
+from vllm_blend.cli.eval.runner import Result, model_of, read_results
 
 What = Literal["kl", "lost", "score"]
 

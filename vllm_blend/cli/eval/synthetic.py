@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_blend.eval.data import Example, Passage
+from vllm_blend.cli.eval.data import Example, Passage
 
 NAMES = (
     ("Anna", "Abel"), ("Boris", "Brandt"), ("Carla", "Costa"), ("Dmitri", "Duval"), ("Elena", "Ek"),

@@ -13,16 +13,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from vllm_blend.cli.eval import figures
+from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.data import read_examples
+from vllm_blend.cli.eval.diagnose import Diagnosis, diagnose
+from vllm_blend.cli.eval.run import make_blender
+from vllm_blend.cli.eval.runner import read_results
+from vllm_blend.cli.eval.stats import Summary, summarize
+from vllm_blend.cli.eval.tables import HEADER, row
+from vllm_blend.cli.eval.tasks import TASKS
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.eval import figures
-from vllm_blend.eval.command import command_parser
-from vllm_blend.eval.data import read_examples
-from vllm_blend.eval.diagnose import Diagnosis, diagnose
-from vllm_blend.eval.run import make_blender
-from vllm_blend.eval.runner import read_results
-from vllm_blend.eval.stats import Summary, summarize
-from vllm_blend.eval.tables import HEADER, row
-from vllm_blend.eval.tasks import TASKS
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_blend.eval.data import Example, Passage
+from vllm_blend.cli.eval.data import Example, Passage
 
 _QA = """Each question is answered from the passages above it, in a few words.
 

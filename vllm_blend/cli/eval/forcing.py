@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_blend.cli.eval.asking import Answer, Asker, answer_of, batches, run
+from vllm_blend.cli.eval.logits import kl_by_token, watching
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.eval.asking import Answer, Asker, answer_of, batches, run
-from vllm_blend.eval.logits import kl_by_token, watching
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

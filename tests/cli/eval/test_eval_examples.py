@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_blend.eval.data import read_examples
-from vllm_blend.eval.tasks import TASKS
+from vllm_blend.cli.eval.data import read_examples
+from vllm_blend.cli.eval.tasks import TASKS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = ("musique", "wikimqa", "samsum", "multinews")
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from vllm_blend.cli.eval import asking, forcing
+from vllm_blend.cli.eval.data import Example
+from vllm_blend.cli.eval.methods import BEHIND, OTHERS, OVERLAP, STAND_IN, blend_settings, split_behind
+from vllm_blend.cli.eval.metrics import score
+from vllm_blend.cli.eval.tasks import Task
 from vllm_blend.core.prompt import TokenIds
-from vllm_blend.eval import asking, forcing
-from vllm_blend.eval.data import Example
-from vllm_blend.eval.methods import BEHIND, OTHERS, OVERLAP, STAND_IN, blend_settings, split_behind
-from vllm_blend.eval.metrics import score
-from vllm_blend.eval.tasks import Task
 
 if TYPE_CHECKING:
     from vllm_blend.api.blender import Blender

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 
-from vllm_blend.eval.methods import blend_settings
-from vllm_blend.eval.stats import Mean, Summary
+from vllm_blend.cli.eval.methods import blend_settings
+from vllm_blend.cli.eval.stats import Mean, Summary
 
 HEADER = (
     "task", "method", "n", "score", "loss to full", "KL to full", "recovered", "top-1",

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_blend.eval.data import Example
-from vllm_blend.eval.tasks import Task
+from vllm_blend.cli.eval.data import Example
+from vllm_blend.cli.eval.tasks import Task
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_blend.eval.command import command_parser
-from vllm_blend.eval.runner import Result, read_results
+from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.runner import Result, read_results
 
 
 def worst(results: Sequence[Result], method: str, count: int) -> list[tuple[Result, dict[str, Result]]]:

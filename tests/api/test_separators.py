@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vllm_blend.integrations.separators import draw_separator, join, mark, request_body
+from vllm_blend.api.separators import draw_separator, join, mark, request_body
 from vllm_blend.server.frontend.chunk_markers import split
 
 SEPARATOR = draw_separator()
@@ -57,7 +57,7 @@ def test_a_missing_framework_is_named_with_what_to_install(
 import sys
 sys.modules[{missing!r}] = None
 try:
-    import vllm_blend.integrations.{module}
+    import vllm_blend.api.{module}
 except ImportError as error:
     assert {missing!r} in str(error) and {extra!r} in str(error), error
 else:
@@ -72,6 +72,6 @@ def test_a_client_needs_neither_torch_nor_vllm(module: str) -> None:
 import sys
 for name in ("torch", "vllm"):
     sys.modules[name] = None
-import vllm_blend.integrations.{module}
+import vllm_blend.api.{module}
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.eval.command import command_parser
-from vllm_blend.eval.data import Example, read_examples
-from vllm_blend.eval.methods import BEHIND, PLAIN, split_behind
-from vllm_blend.eval.synthetic import KINDS, synthetic
-from vllm_blend.eval.tasks import TASKS, Task
+from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.data import Example, read_examples
+from vllm_blend.cli.eval.methods import BEHIND, PLAIN, split_behind
+from vllm_blend.cli.eval.synthetic import KINDS, synthetic
+from vllm_blend.cli.eval.tasks import TASKS, Task
 
 if TYPE_CHECKING:
     from vllm_blend.api.blender import Blender
-    from vllm_blend.eval.runner import Runner
+    from vllm_blend.cli.eval.runner import Runner
 
 METHODS = ("full", "prefix", "reuse", "hkvd@0.16", "hkvd@0.16:mask=bottom_right", "mapreduce")
 
@@ -124,7 +124,7 @@ def runner_of(
     task_name: str, options: argparse.Namespace, answers: bool, default_output: str
 ) -> tuple[Runner, Task]:
     """What ``examples_parser``'s options say: an engine, the protocol, the folder, the task."""
-    from vllm_blend.eval.runner import Protocol, Runner
+    from vllm_blend.cli.eval.runner import Protocol, Runner
 
     task = TASKS[task_name]
     if options.max_tokens:
@@ -148,8 +148,8 @@ def evaluate(
     task_name: str, examples: Sequence[Example], options: argparse.Namespace, default_output: str
 ) -> None:
     """Runs the methods, prints the table, leaves it in the output folder."""
-    from vllm_blend.eval.stats import summarize
-    from vllm_blend.eval.tables import write_tables
+    from vllm_blend.cli.eval.stats import summarize
+    from vllm_blend.cli.eval.tables import write_tables
 
     methods = methods_of(options)
     runner, task = runner_of(task_name, options, not options.no_answers, default_output)

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from commands import main
 
+from vllm_blend.cli.eval import across, compare
+from vllm_blend.cli.eval.data import Example, Passage, example_of, read_examples
+from vllm_blend.cli.eval.methods import blend_settings, split_behind
+from vllm_blend.cli.eval.metrics import score
+from vllm_blend.cli.eval.run import methods_of, run_parser
+from vllm_blend.cli.eval.runner import RESULTS, RUN, Protocol, Result
+from vllm_blend.cli.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
+from vllm_blend.cli.eval.synthetic import synthetic
+from vllm_blend.cli.eval.tables import HEADER, grid, markdown
+from vllm_blend.cli.eval.tasks import TASKS
+from vllm_blend.cli.eval.worst import worst
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.eval import across, compare
-from vllm_blend.eval.data import Example, Passage, example_of, read_examples
-from vllm_blend.eval.methods import blend_settings, split_behind
-from vllm_blend.eval.metrics import score
-from vllm_blend.eval.run import methods_of, run_parser
-from vllm_blend.eval.runner import RESULTS, RUN, Protocol, Result
-from vllm_blend.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
-from vllm_blend.eval.synthetic import synthetic
-from vllm_blend.eval.tables import HEADER, grid, markdown
-from vllm_blend.eval.tasks import TASKS
-from vllm_blend.eval.worst import worst
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ stats.py      means, bootstrap intervals, differences to full prefill on the sam
 tables.py     Markdown
 diagnose.py   deviation by token and layer, rank correlation, attention deviation
 figures.py    the same drawn
+app.py        the commands' names
 run.py        a command, and what the example scripts share; tune.py, across.py, compare.py, worst.py,
               report.py: a command each
 """

@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; pip install 'vllm-blend[langchain]'") from error
 
-from vllm_blend.integrations.separators import (
+from vllm_blend.api.separators import (
     draw_separator,
     join,
     mark,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_blend.eval.diagnose import Diagnosis
-from vllm_blend.eval.methods import blend_settings
-from vllm_blend.eval.stats import Summary, summarize
+from vllm_blend.cli.eval.diagnose import Diagnosis
+from vllm_blend.cli.eval.methods import blend_settings
+from vllm_blend.cli.eval.stats import Summary, summarize
 
 if TYPE_CHECKING:
-    from vllm_blend.eval.runs import Run
+    from vllm_blend.cli.eval.runs import Run
 
 
 def draw(fill: Callable[[Any], None], width: float = 7.5, height: float = 3.2) -> str:

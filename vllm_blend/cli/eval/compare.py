@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from vllm_blend.eval.across import grid
-from vllm_blend.eval.command import command_parser
-from vllm_blend.eval.runs import Run, read_runs
+from vllm_blend.cli.eval.across import grid
+from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.runs import Run, read_runs
 
 
 def differences(one: str, two: str, what: Literal["kl", "score"], run: Run) -> dict[str, float]:

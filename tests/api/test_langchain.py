@@ -13,7 +13,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from openai_stub import REPORT, Stub
 
-from vllm_blend.integrations.langchain import ChatBlend
+from vllm_blend.api.langchain import ChatBlend
 from vllm_blend.server.frontend.chunk_markers import split
 
 TEXTS = [
