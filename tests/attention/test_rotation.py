@@ -13,7 +13,7 @@ from engines import LLAMA3_ROPE, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.attention.rotation import Rotation, read, rotations_in
+from vllm_blend.attention.rotation import KNOWN_RUNS, Rotation, read, rotations_in
 
 LONGEST = 96
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24)
@@ -74,6 +74,20 @@ def test_undo_is_the_inverse_of_rotate(
     assert torch.equal(k, before)
     rest = slice(rotation.table.shape[1], None)
     assert torch.equal(turned[..., rest], k[..., rest])
+
+
+@settings(deadline=None, max_examples=40)
+@given(rotations(), st.lists(st.tuples(st.integers(0, LONGEST - 9), st.integers(1, 9)), min_size=1))
+def test_a_run_of_positions_is_undone_as_each_of_them(
+    made: tuple[Rotation, int], runs: list[tuple[int, int]]
+) -> None:
+    rotation, head_size = made
+    generator = torch.Generator().manual_seed(len(runs))
+    for start, count in [*runs, runs[0]]:
+        k = torch.randn(count, 2, head_size, generator=generator)
+        expected = rotation.undo(k, torch.arange(start, start + count))
+        assert torch.equal(rotation.undo_run(k, start), expected)
+    assert len(rotation._runs) <= KNOWN_RUNS
 
 
 @settings(deadline=None, max_examples=40)

@@ -9,15 +9,22 @@ and back to none.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import torch
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, ``[num_tokens, 1, rotary_dim / 2]`` each."""
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rotates heads ``[num_tokens, head_size]`` to their positions ``[num_tokens]``; returns them."""
+
+
+KNOWN_RUNS = 32
+"""Runs of positions whose angles are remembered: a step has the same ones in each layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +41,7 @@ class Rotation:
     table: torch.Tensor
     is_neox_style: bool = True
     is_none: bool = False
+    _runs: OrderedDict[tuple[int, int], Angles] = field(default_factory=OrderedDict, repr=False)
 
     @classmethod
     def none(cls, max_position: int, dtype: torch.dtype, device: torch.device) -> Rotation:
@@ -53,13 +61,26 @@ class Rotation:
 
     def undo(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """K before RoPE, of K at ``positions``: the inverse of ``rotate``, but for rounding."""
+        return k.clone() if self.is_none else self._turned(k, *self._back(positions))
+
+    def undo_run(self, k: torch.Tensor, start: int) -> torch.Tensor:
+        """``undo`` of K at consecutive positions, from ``start`` on."""
         if self.is_none:
             return k.clone()
+        run = start, len(k)
+        if run not in self._runs:
+            self._runs[run] = self._back(torch.arange(start, start + len(k)))
+            if len(self._runs) > KNOWN_RUNS:
+                self._runs.popitem(last=False)
+        return self._turned(k, *self._runs[run])
+
+    def _back(self, positions: torch.Tensor) -> Angles:
+        """What turns K at these positions back."""
         cos, sin = self._angles(positions)
         square = cos * cos + sin * sin  # not 1 where cosines are scaled (YaRN) or rounded
-        return self._turned(k, cos / square, -sin / square)
+        return cos / square, -sin / square
 
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(self, positions: torch.Tensor) -> Angles:
         wide = _wide(self.table.dtype)
         angles = self.table[positions.to(self.table.device)].to(wide)[:, None]
         cos, sin = angles.chunk(2, dim=-1)
@@ -67,14 +88,20 @@ class Rotation:
 
     def _turned(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotary_dim = self.table.shape[1]
-        turned, rest = k[..., :rotary_dim].to(cos.dtype), k[..., rotary_dim:]
+        wide, rest = k[..., :rotary_dim].to(cos.dtype), k[..., rotary_dim:]
+        turned = torch.empty_like(wide)
+        (a, b), (x, y) = self._halves(wide), self._halves(turned)
+        torch.mul(a, cos, out=x).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=y).addcmul_(a, sin)
+        found = turned.to(k.dtype)
+        return torch.cat([found, rest], dim=-1) if rest.shape[-1] else found
+
+    def _halves(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second of each pair."""
         if self.is_neox_style:
-            a, b = turned.chunk(2, dim=-1)
-            pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        else:
-            a, b = turned[..., ::2], turned[..., 1::2]
-            pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([pairs.to(k.dtype), rest], dim=-1)
+            first, second = heads.chunk(2, dim=-1)
+            return first, second
+        return heads[..., ::2], heads[..., 1::2]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -40,7 +40,7 @@ def collect(
         at = request.row + start - request.position if frame is None else frame.row_of(request, start)
         k, v = key[at : at + end - start], value[at : at + end - start]
         if not plan.as_written:
-            k = rotation.undo(k, torch.arange(start, end, device=k.device))
+            k = rotation.undo_run(k, start)
         plan.write(layer, start, k, v)
 
 
