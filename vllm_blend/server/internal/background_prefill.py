@@ -156,7 +156,7 @@ class BackgroundPrefill:
         self._spare -= {name for name, plan in self._running.items() if plan.key == key}
 
     def earn(self, num_tokens: int) -> None:
-        """Counts tokens that were computed for requests."""
+        """Counts tokens that are computed for requests; those that they reuse are not."""
         costs = [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
         if (found := self._next(rested=False)) is not None:
             queue, _, chunk = found

@@ -209,6 +209,7 @@ class BlendScheduler(StepRoom):
             stock.add_request(request)
         self._rows_left = self._step_rows
         output = stock.schedule(*args, **kwargs)
+        self.blend_internal.background.earn(self._client_rows(output.num_scheduled_tokens))
         self.blend_internal.background.stalled = not output.num_scheduled_tokens
         if (commands := self.take_blend_commands()) is not None:
             setattr(output, COMMANDS, commands)
@@ -319,7 +320,6 @@ class BlendScheduler(StepRoom):
         stock: Any = super()
         scheduled = scheduler_output.num_scheduled_tokens
         internal, started = self.blend_internal, getattr(scheduler_output, STARTED, None)
-        internal.background.earn(sum(n for name, n in scheduled.items() if not internal.is_mine(name)))
         seconds = time.monotonic() - started if started else 0.0
         if scheduled and all(map(internal.background.is_mine, scheduled)):
             internal.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
