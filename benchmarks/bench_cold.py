@@ -163,6 +163,7 @@ def measure(
     return {
         "requests": len(prompts),
         "seconds": found["duration"],
+        "tokens": found["total_input_tokens"],
         "requests_per_s": found["request_throughput"],
         "ttft_p50_s": statistics.median(ttfts),
         "ttft_p95_s": ttfts[int(0.95 * (len(ttfts) - 1))],
