@@ -161,6 +161,9 @@ def measure(
     reused = reused_tokens(url) - before
     ttfts = sorted(found["ttfts"])
     return {
+        "requests": len(prompts),
+        "seconds": found["duration"],
+        "tokens": found["total_input_tokens"],
         "requests_per_s": found["request_throughput"],
         "ttft_p50_s": statistics.median(ttfts),
         "ttft_p95_s": ttfts[int(0.95 * (len(ttfts) - 1))],
@@ -174,7 +177,7 @@ def reused_tokens(url: str) -> float:
 
 
 def table_rows(results: list[dict[str, Any]], seen: float, concurrency: int) -> list[list[str]]:
-    """A row for each third: the blending server, and how it stands to stock."""
+    """A row for each third, and one for all: the blending server, and how it stands to stock."""
     rows = []
     for third in (1, 2, 3):
         of = {
@@ -187,7 +190,17 @@ def table_rows(results: list[dict[str, Any]], seen: float, concurrency: int) -> 
         for name in ("requests_per_s", "ttft_p50_s", "ttft_p95_s"):
             row += [f"{blend[name]:.3g}", f"{blend[name] / stock[name]:.2f}"]
         rows.append([*row, f"{blend['reused_share']:.0%}"])
+    alike = [r for r in results if (r["seen"], r["at_a_time"]) == (seen, concurrency)]
+    parts = ([r for r in alike if r["server"] == kind] for kind in ("blend", "stock"))
+    blend_all, stock_all = map(throughput, parts)
+    of_stock = f"{blend_all / stock_all:.3f}"
+    rows.append([f"{seen:.0%}", str(concurrency), "all", f"{blend_all:.3g}", of_stock, *[""] * 5])
     return rows
+
+
+def throughput(results: list[dict[str, Any]]) -> float:
+    """Requests a second, of several parts of a trace."""
+    return float(sum(r["requests"] for r in results) / sum(r["seconds"] for r in results))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ TIMEOUT_S = 180.0
 HEADERS = {"Content-Type": "application/json"}
 SHOWN = 5
 """Failures that are printed."""
+PARTS = 10
+"""Parts of the run, at whose ends memory is read."""
 SETTINGS = {"ram_gb": 0.02, "log_requests": False, "client_fields": list(CLIENT_FIELDS)}
 ARGUMENTS = "--dtype float32 --enforce-eager --max-model-len 1024 --max-num-seqs 64".split()  # noqa: SIM905
 ARGUMENTS += ["--served-model-name", MODEL, "--disable-uvicorn-access-log"]
@@ -56,7 +58,7 @@ class Found:
         outcomes: requests by endpoint and outcome.
         failed: what must not be, with what was sent.
         differ: plain requests whose answers are not stock's: number, answer.
-        memory: bytes of each process, by quarter.
+        memory: bytes of each process, at the start and after each part of the run.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -149,7 +151,7 @@ async def fuzz(
 ) -> Found:
     """Sends all requests, ``--concurrency`` at a time."""
     found, numbers = Found(), iter(range(options.requests))
-    quarters = [options.requests * quarter // 4 for quarter in range(5)]
+    marks = [options.requests * part // PARTS for part in range(PARTS)]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -158,9 +160,9 @@ async def fuzz(
 
         async def client() -> None:
             for number in numbers:
-                while quarters and number >= quarters[0]:
+                while marks and number >= marks[0]:
                     found.memory.append(memory_of(processes))
-                    del quarters[0]
+                    del marks[0]
                 asked = request(options.seed, number, list(known))
                 try:
                     outcome, answer = await asyncio.wait_for(send(session, asked), asked.abort_s)
@@ -236,8 +238,8 @@ def tell(options: argparse.Namespace, found: Found, dead: list[str], seconds: fl
     )
     print()
     print_table(
-        ("resident memory, MB", "start", "1/4", "1/2", "3/4", "end"),
-        [(name, *(round(quarter[name] / 1e6) for quarter in found.memory)) for name in found.memory[0]],
+        ("resident memory, MB", "start", *(f"{part}/{PARTS}" for part in range(1, PARTS)), "end"),
+        [(name, *(round(read[name] / 1e6) for read in found.memory)) for name in found.memory[0]],
     )
     bad = {"failed": len(found.failed), "dead": len(dead), "differ": len(found.differ)}
     print("\n" + ", ".join(f"{name}: {number}" for name, number in bad.items()))

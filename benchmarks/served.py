@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import IO, Any
@@ -30,13 +31,6 @@ import vllm_blend
 from vllm_blend import embedded_model
 
 SEPARATOR = "<|chunk|>"
-CLIENT = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -204,10 +198,15 @@ def run_client(
     blend: dict[str, Any] | str | None,
 ) -> dict[str, Any]:
     """vLLM's ``bench serve`` on the prompts, blended as ``blend`` says if it is there; its result."""
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.jsonl"
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        command = [sys.executable, "-c", CLIENT, "--model", model, "--base-url", url]
+        command = ["--model", model, "--base-url", url, "--disable-tqdm"]
         command += ["--dataset-name", "custom", "--dataset-path", str(path), "--disable-shuffle"]
         command += ["--skip-chat-template", "--custom-output-len", str(output_tokens), "--ignore-eos"]
         command += ["--num-prompts", str(len(prompts)), "--save-result", "--result-dir", folder]
@@ -215,6 +214,7 @@ def run_client(
         if blend is not None:
             fields = {"vllm_xargs": {"blend": blend if isinstance(blend, str) else json.dumps(blend)}}
             command += ["--extra-body", json.dumps(fields)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with redirect_stdout(io.StringIO()):
+            main(parser.parse_args(command))
         found: dict[str, Any] = json.loads((pathlib.Path(folder) / "result.json").read_text())
     return found

@@ -13,6 +13,7 @@ from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, CollectPlan
 from vllm_blend.core.static_scores import movement
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
+from vllm_blend.server.internal import background_prefill
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 
@@ -243,9 +244,10 @@ def test_dropped_chunks_are_counted(background: BackgroundPrefill) -> None:
 
 
 def test_chunks_that_were_never_reused_are_scored_by_an_idle_engine_alone(
-    background: BackgroundPrefill, known: ChunkRegistry
+    background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that clients' prefills brought: traffic that never comes back must not pay for them."""
+    monkeypatch.setattr(background_prefill, "REST_S", 0.0)
     kept = [ChunkIds("", tuple(range(at, at + 40)), BEFORE) for at in (100, 200)]
     keys = []
     for chunk in kept:
@@ -266,3 +268,63 @@ def test_chunks_that_were_never_reused_are_scored_by_an_idle_engine_alone(
     assert rest.plan.key == keys[0]
     background.finish(rest.request_id)
     assert not background.num_waiting
+
+
+def bring(background: BackgroundPrefill, known: ChunkRegistry, start: int) -> bytes:
+    """A chunk that a client's prefill brought."""
+    chunk = ChunkIds("", tuple(range(start, start + 40)), BEFORE)
+    key = known.reserve(chunk)
+    assert key is not None
+    known.commit(key)
+    background.came(key, chunk)
+    return key
+
+
+def test_an_engine_rests_before_it_does_what_nobody_asked_for(
+    background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client that asks one request after the other would wait for a step of it each time."""
+    now = 100.0
+    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    key = bring(background, known, 100)
+    for _ in range(3):
+        assert not background.start(idle=False)
+        now += 0.9 * background_prefill.REST_S
+        assert not background.start(idle=True)
+    background.add(FIRST)  # a client asked for this one
+    (asked,) = background.start(idle=True)
+    assert asked.plan.chunk == FIRST
+    complete(background, asked.request_id)
+    now += background_prefill.REST_S
+    (request,) = background.start(idle=True)
+    assert request.plan.key == key
+
+
+def test_what_nobody_asked_for_is_given_up_when_requests_come(
+    background: BackgroundPrefill, known: ChunkRegistry
+) -> None:
+    keys = [bring(background, known, 100), bring(background, known, 200)]
+    (request,) = background.start(idle=True)
+    assert request.plan.key == keys[0]
+    assert background.give_up() == [request.request_id]
+    background.finish(request.request_id)
+    assert not background.give_up() and background.num_waiting == 2
+    background.earn(10_000)
+    assert not background.start(idle=False)  # takes nothing of the share
+    background.used(keys[0])
+    background.earn(10_000)
+    (request,) = background.start(idle=False)
+    assert request.plan.key == keys[0]
+    assert not background.give_up()
+    background.finish(request.request_id)
+
+
+def test_what_is_reused_while_it_is_scored_is_not_given_up(
+    background: BackgroundPrefill, known: ChunkRegistry
+) -> None:
+    key = bring(background, known, 100)
+    (request,) = background.start(idle=True)
+    background.used(key)
+    assert not background.give_up()
+    background.earn(10_000)
+    assert background.room(request.request_id, 40, 40, running=True) == 40

@@ -20,7 +20,8 @@ from vllm_blend.server.internal.calibration import KEY, TRIES, Calibration
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler import tier_fetches, waiting
 from vllm_blend.store.compute_time import RATIOS, ComputeTime, EngineTimes
-from vllm_blend.store.disk import DiskTier, FileSource
+from vllm_blend.store.disk import DiskTier
+from vllm_blend.store.file_source import FileSource
 
 SLOW = EngineTimes(ComputeTime(0, 0, 1e-3, 0), ComputeTime(0, 0, 1e-3, 0))
 """An engine that computes a thousand tokens a second."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,3 +156,46 @@ def test_a_slow_disk_is_not_waited_for(
         read.set()
         drain(engine)  # waits for the disk
         assert ask(engine, prompt)[1]["reused_tokens"] == 300
+
+
+def test_what_another_server_writes_is_found_without_a_restart(
+    tiny: Any, written: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """Its files appear in the folder while this one runs."""
+    with server(tiny, tmp_path / "shared", auto=True) as engine:
+        prompt, _ = prompt_of(engine, [1, 2, 3])
+        theirs, _ = prompt_of(engine, [4, 5])
+        for ids in (prompt[:90], theirs[:90]):
+            assert ask(engine, ids)[1]["reused_tokens"] == 0
+        assert ask(engine, theirs[:90], tenant="a")[1]["reused_tokens"] == 0
+        shutil.copytree(written[0], tmp_path / "shared", dirs_exist_ok=True)
+        time.sleep(tier_fetches.REFRESH_S)
+        found, told = ask(engine, prompt)
+        assert (told["reused_tokens"], told["loaded_chunks"]) == (300, 3)
+        assert found == written[1][0]
+        for tenant, reused in (("", 0), ("a", 200)):
+            found, told = ask(engine, theirs, tenant=tenant)
+            assert told["reused_tokens"] == reused, tenant
+        assert found == written[1][1]
+        drain(engine)
+
+
+def test_a_busy_engine_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(tier_fetches.time, "monotonic", lambda: now)
+    background: Any = SimpleNamespace(askers=Askers())
+    found = tier_fetches.Fetches(ChunkRegistry(1000), background, Contexts((1,), (1,)))
+    assert not found.claim("a")
+    assert [tenant for tenant, _ in found.take_commands(()).claim] == ["a"]
+    found.claimed("a", [])
+    assert found.claim("a") and len(found) == 0
+    assert not found.take_commands(()).refresh
+    now = 1.5
+    assert [tenant for tenant, _ in found.take_commands(()).refresh] == ["a"]
+    assert found.claim("a"), "a request does not wait for what a step has asked for"
+    assert not found.take_commands(()).refresh and not found.take_commands(()).claim
+    found.claimed("a", [chunk_of("a", 1, 51)])
+    assert found.find("a", [*range(900, 910), *range(1, 51)], 16) == [chunk_of("a", 1, 51)]
+    now = 9.0
+    assert not found.claim("a"), "nobody has asked for a long time"
+    assert [tenant for tenant, _ in found.take_commands(()).refresh] == ["a"]

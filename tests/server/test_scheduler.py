@@ -379,6 +379,25 @@ def test_a_chunk_does_not_hold_the_blocks_that_a_request_waits_for(
     assert key_of(server, prompt, spans[0]) in state.blend_chunks
 
 
+def test_what_a_prompt_reuses_earns_nothing_for_missed_chunks(
+    server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their share is one of what is computed."""
+    prompt, spans = prompt_of(server, [1, 2, 3])
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    earned: list[int] = []
+    monkeypatch.setattr(scheduler(server).blend_internal.background, "earn", earned.append)
+    for field, rows in (
+        (None, len(prompt)),
+        ({"spans": spans, "recomp_ratio": 0.1}, len(prompt) - 270),
+    ):
+        scheduler(server).reset_prefix_cache()
+        earned.clear()
+        outputs(server, [prompt], [field], max_tokens=4)
+        assert sum(earned) == rows + 3
+
+
 def test_memory_is_bounded_and_nothing_stays_behind(server: Engine) -> None:
     """More chunks than fit, some aborted: counts of blocks, pins and bytes come back."""
     engine = server.llm.llm_engine

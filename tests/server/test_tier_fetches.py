@@ -89,7 +89,7 @@ def test_a_disk_that_fails_once_is_read_at_the_next_claim() -> None:
             raise failure
         yield on_disk[1]
 
-    store: Any = SimpleNamespace(token_ids=token_ids)
+    store: Any = SimpleNamespace(token_ids=token_ids, lanes=())
     tiers = TierIO(store, model)
     for expected in ([], [ChunkIds("b", IDS, (1, 2))]):
         tiers.claim("b", CONTEXTS[:2])

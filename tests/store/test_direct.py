@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from vllm_blend.core.kv import KVShape
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
-from vllm_blend.store.disk import FileSource
+from vllm_blend.store.file_source import FileSource
 from vllm_blend.store.record import PAGE, Record
 
 SIZE = 5 * PAGE + 123

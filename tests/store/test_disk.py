@@ -6,6 +6,7 @@ import os
 import resource
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,45 @@ def test_two_processes_share_one_folder(tmp_path: Path) -> None:
     one.discard(keys[1])
     two.refresh()
     assert two.usage()["entries"] == 1
+
+
+def test_what_others_write_appears_once(tmp_path: Path) -> None:
+    keys = [make_key(i) for i in range(5)]
+    early = DiskTier(tmp_path, BUDGET)
+    early.write(record(keys[0]))
+    one, two = DiskTier(tmp_path, BUDGET), DiskTier(tmp_path, BUDGET)
+    assert two.appeared() == []  # it was there before
+    one.write(record(keys[1]))
+    two.write(record(keys[2]))
+    assert two.appeared() == [(keys[1].digest, keys[1].token_ids)]
+    assert one.appeared() == [(keys[2].digest, keys[2].token_ids)]
+    assert two.appeared() == one.appeared() == []
+    one.write(record(keys[3]))
+    two.refresh()  # as a write does now and then
+    one.write(record(keys[4]))
+    assert {digest for digest, _ in two.appeared()} == {keys[3].digest, keys[4].digest}
+    one.discard(keys[4])
+    two.refresh()
+    one.write(record(keys[4]))
+    assert [digest for digest, _ in two.appeared()] == [keys[4].digest]
+
+
+def test_folders_that_did_not_change_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = DiskTier(tmp_path, BUDGET), DiskTier(tmp_path, BUDGET)
+    one.write(record(make_key(1)))
+    assert len(two.appeared()) == 1
+    long_ago = time.time() - 60
+    for folder in two.folder.iterdir():
+        os.utime(folder, (long_ago, long_ago))
+    assert two.appeared() == []
+    read: list[Path] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(path) or scandir(path))  # type: ignore
+    assert two.appeared() == [] and not read
+    one.write(record(make_key(2)))
+    assert len(two.appeared()) == 1 and len(read) == 1
 
 
 def test_a_file_that_is_read_may_be_removed(tmp_path: Path) -> None:

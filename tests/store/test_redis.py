@@ -65,6 +65,27 @@ def test_what_is_written_is_read_by_others(redis_server: RedisServer) -> None:
     two.close()
 
 
+def test_what_others_write_appears_once(redis_server: RedisServer) -> None:
+    one, two = RedisTier(redis_server.url, BUDGET), RedisTier(redis_server.url, BUDGET)
+    keys = [make_key(i, 10 if i else 6000) for i in range(4)]
+    one.write(record(keys[0]))  # its token ids are more than are read at first
+    two.write(record(keys[1]))
+    assert two.appeared() == [(keys[0].digest, keys[0].token_ids)]
+    assert two.appeared() == []
+    assert read(two, keys[0]) is not None  # used again
+    one.write(record(keys[2]))
+    one.write(record(keys[3]))
+    assert [digest for digest, _ in two.appeared()] == [keys[3].digest, keys[2].digest]
+    assert [digest for digest, _ in one.appeared()] == [keys[1].digest]
+    redis_server.kill()
+    with pytest.raises(TierError):
+        two.appeared()
+    redis_server.start()
+    assert two.appeared() == []
+    one.close()
+    two.close()
+
+
 def test_the_least_recently_used_make_room_for_all_who_share(redis_server: RedisServer) -> None:
     one, two = RedisTier(redis_server.url, 3 * SIZE), RedisTier(redis_server.url, 3 * SIZE)
     keys = [make_key(i) for i in range(6)]

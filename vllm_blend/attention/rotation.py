@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, ``[num_tokens, 1, rotary_dim / 2]`` each."""
 Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rotates heads ``[num_tokens, head_size]`` to their positions ``[num_tokens]``; returns them."""
 
@@ -53,23 +55,27 @@ class Rotation:
 
     def undo(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """K before RoPE, of K at ``positions``: the inverse of ``rotate``, but for rounding."""
-        if self.is_none:
-            return k.clone()
-        return self._turned(k, *self._inverse(positions))
+        return self.undo_by(k, self.back(positions))
+
+    def undo_by(self, k: torch.Tensor, back: Angles) -> torch.Tensor:
+        """``undo``, by angles that ``back`` gave for K's positions."""
+        return k.clone() if self.is_none else self._turned(k, *back)
 
     def inverse(self, positions: torch.Tensor) -> torch.Tensor:
         """The table of the rotation that undoes this one at ``positions``: ``[num_tokens, rotary_dim]``
         float32, cosines, then sines."""
-        if self.is_none:
-            return torch.eye(1, 2, device=positions.device).expand(len(positions), 2).contiguous()
-        return torch.cat(self._inverse(positions), dim=-1).squeeze(1).float()
+        return torch.cat(self.back(positions), dim=-1).squeeze(1).float()
 
-    def _inverse(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def back(self, positions: torch.Tensor) -> Angles:
+        """What turns K at ``positions`` back."""
+        if self.is_none:
+            ones = torch.ones(len(positions), 1, 1, device=positions.device)
+            return ones, ones - 1
         cos, sin = self._angles(positions)
         square = cos * cos + sin * sin  # not 1 where cosines are scaled (YaRN) or rounded
         return cos / square, -sin / square
 
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(self, positions: torch.Tensor) -> Angles:
         wide = _wide(self.table.dtype)
         angles = self.table[positions.to(self.table.device)].to(wide)[:, None]
         cos, sin = angles.chunk(2, dim=-1)
@@ -77,14 +83,20 @@ class Rotation:
 
     def _turned(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotary_dim = self.table.shape[1]
-        turned, rest = k[..., :rotary_dim].to(cos.dtype), k[..., rotary_dim:]
+        wide, rest = k[..., :rotary_dim].to(cos.dtype), k[..., rotary_dim:]
+        turned = torch.empty_like(wide)
+        (a, b), (x, y) = self._halves(wide), self._halves(turned)
+        torch.mul(a, cos, out=x).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=y).addcmul_(a, sin)
+        found = turned.to(k.dtype)
+        return torch.cat([found, rest], dim=-1) if rest.shape[-1] else found
+
+    def _halves(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second of each pair."""
         if self.is_neox_style:
-            a, b = turned.chunk(2, dim=-1)
-            pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        else:
-            a, b = turned[..., ::2], turned[..., 1::2]
-            pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([pairs.to(k.dtype), rest], dim=-1)
+            first, second = heads.chunk(2, dim=-1)
+            return first, second
+        return heads[..., ::2], heads[..., 1::2]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -92,9 +92,10 @@ class StandIn:
         from vllm.v1.outputs import ModelRunnerOutput
 
         events = WorkerEvents()
-        for key, chunk in WorkerCommands.of(output).fetch:
+        commands = WorkerCommands.of(output)
+        for key, chunk in commands.fetch:
             self._coming.append(self._fetch(key, chunk, now))
-        for tenant, _ in WorkerCommands.of(output).claim:
+        for tenant, _ in (*commands.claim, *commands.refresh):
             events.claimed[tenant] = []
         events.fetched = {key: found for at, key, found in self._coming if at <= now}
         self._coming = [one for one in self._coming if one[0] > now]

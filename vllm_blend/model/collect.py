@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_blend.attention.rotation import Rotation
+from vllm_blend.attention.rotation import Angles, Rotation
 from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.step import BlendStep
 from vllm_blend.core.tensor_parallel import all_reduce_sum
@@ -44,6 +44,7 @@ class Collecting:
         self.step, self.frame = step, frame
         self._device = device
         self._parts: list[tuple[CollectPlan, int, int, int]] = []
+        self._runs: dict[tuple[int, int, int], Angles] = {}
         for request, plan in step.collected:
             if plan.key is not None and plan.into is None:
                 continue
@@ -88,8 +89,16 @@ class Collecting:
         for plan, start, first, end in self._parts:
             k, v = key[first:end], value[first:end]
             if not self._staged and not plan.as_written:
-                k = rotation.undo(k, torch.arange(start, start + end - first, device=k.device))
+                k = rotation.undo_by(k, self._back(rotation, start, end - first))
             plan.write(layer, start, k, v)
+
+    def _back(self, rotation: Rotation, start: int, count: int) -> Angles:
+        """Of a run of positions, which is the same in all layers."""
+        run = id(rotation.table), start, count
+        if run not in self._runs:
+            positions = torch.arange(start, start + count, device=self._device)
+            self._runs[run] = rotation.back(positions)
+        return self._runs[run]
 
     def _unrotated(
         self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor

@@ -28,13 +28,15 @@ class WorkerCommands:
         fetch: chunks to be had from the store's lower tiers, if they are there.
         locate: chunks to be looked for there.
         discard: chunks that are to leave all tiers of the store.
-        claim: tenants whose chunks on disk are to be told, and what these may be computed after.
+        claim: tenants whose chunks in lower tiers are to be told, and what these may be computed after.
+        refresh: likewise, but those alone that came since they were told.
     """
 
     drop: tuple[ChunkKey, ...] = ()
     fetch: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
     locate: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
     claim: tuple[tuple[str, frozenset[tuple[int, ...]]], ...] = ()
+    refresh: tuple[tuple[str, frozenset[tuple[int, ...]]], ...] = ()
     discard: tuple[ChunkIds, ...] = ()
 
     @classmethod
@@ -72,7 +74,7 @@ class WorkerEvents:
         kept: chunks that were computed, and are here now.
         fetched: ordered chunks, and whether they are here now.
         located: chunks that were looked for.
-        claimed: a tenant's chunks on disk, most recently used first.
+        claimed: a tenant's chunks in lower tiers that it was not told, most recently used first.
         loads: how long loads take, by tier: seconds, and seconds a byte; beside ``located``.
         blended: what this step did of its requests.
         prefilled: ids of requests that did not blend in this step, as planned, since that failed.

@@ -65,7 +65,7 @@ class Arena:
         self._bytes: NDArray[np.uint8] | None = self._block.numpy() if on_host else None
         self.size = num_bytes // PAGE * PAGE
         if self._bytes is not None:
-            _use_huge_pages(self._bytes)
+            use_huge_pages(self._bytes)
         self.free_bytes = self.size
         self.moved_bytes = 0
         self._extents: set[Extent] = set()
@@ -224,7 +224,7 @@ def cheapest_window(extents: Iterable[Extent], arena_size: int, size: int) -> tu
     return best
 
 
-def _use_huge_pages(memory: NDArray[np.uint8]) -> None:
+def use_huge_pages(memory: NDArray[np.uint8]) -> None:
     """Asks Linux for pages of 2 MiB; without them the first use of each 4 KiB is a fault."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "madvise") and memory.nbytes:

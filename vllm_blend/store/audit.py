@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vllm_blend.core.kv import KVShape
-from vllm_blend.store.disk import FILE_MODE, FOLDER_MODE, LARGEST_HEAD, SUFFIX, FileSource, sweep
+from vllm_blend.store.disk import FILE_MODE, FOLDER_MODE, LARGEST_HEAD, SUFFIX, sweep
+from vllm_blend.store.file_source import FileSource
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey, ModelKey
 from vllm_blend.store.record import (
     DTYPES,

@@ -15,15 +15,15 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
+from vllm_blend.store.file_source import KINDS, FileSource, tier_error
 from vllm_blend.store.index import Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
 from vllm_blend.store.record import PAGE, Reason, Record, Rejected, token_ids_in
-from vllm_blend.store.tier import Stats, TierError
+from vllm_blend.store.tier import RecordIds, Stats, TierError
 
 SUFFIX = ".safetensors"
 REFRESH_S = 10.0
@@ -35,14 +35,11 @@ WRITE_TRIES = 3
 HEAD_BYTES, LARGEST_HEAD = 1 << 16, 1 << 22
 """What is read of a record for its token ids; and where these, or the header, are longer than that."""
 
-KINDS = {
-    errno.ENOSPC: "no_space",
-    errno.EDQUOT: "no_space",
-    errno.EFBIG: "no_space",
-    errno.EROFS: "read_only",
-    errno.EACCES: "read_only",
-    errno.EPERM: "read_only",
-}
+TICK_NS = 2 * 10**9
+"""Of a file system's clock, at most: files that appear within one may leave a folder the same time."""
+
+NEWS = 100_000
+"""Records of other processes that are remembered until somebody asks for them."""
 
 
 class DiskTier:
@@ -79,6 +76,8 @@ class DiskTier:
         self._index = Index()
         self._numbers = itertools.count()
         self._listed_at, self._listing_s = -REFRESH_S, 0.0
+        self._changed_ns: dict[int, int] = {}  # when a folder's last listing was right
+        self._news: deque[bytes] = deque(maxlen=NEWS)  # others have written them
         try:
             Path(folder).parent.mkdir(parents=True, exist_ok=True)
             _make_private(Path(folder))
@@ -88,6 +87,7 @@ class DiskTier:
             if not Path(folder).is_dir():
                 raise
         self.refresh()
+        self._news.clear()
 
     def contains(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -105,7 +105,7 @@ class DiskTier:
                 raise Rejected(Reason.GONE) from None
             return None
         except OSError as error:
-            raise _tier_error(error) from error
+            raise tier_error(error) from error
         self._used(key.digest, os.fstat(file).st_size, file)
         return FileSource(file, self._open_direct(path, file))
 
@@ -124,18 +124,40 @@ class DiskTier:
                 break
             except OSError as error:
                 if not left or not self._worth_another_try(error, record.num_bytes):
-                    raise _tier_error(error) from error
+                    raise tier_error(error) from error
         with self._lock:
             self._index.put(digest, record.num_bytes)
 
-    def token_ids(self) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+    def token_ids(self) -> Iterator[RecordIds]:
         """Digest and token ids of each record that can be read, most recently used first.
 
         They are not verified; a key made of them has the same digest, or they are not to be used.
         """
         with self._lock:
             digests = self._index.digests()
-        for digest in reversed(digests):
+        yield from self._ids_of(reversed(digests))
+
+    def appeared(self) -> list[RecordIds]:
+        """The same of records that other processes have written since this was last asked.
+
+        A folder's time changes with the files in it, so that 256 times are read, and few folders.
+        """
+        for number in range(256):
+            try:
+                changed = (self.folder / f"{number:02x}").stat().st_mtime_ns
+            except OSError:
+                continue
+            if changed != self._changed_ns.get(number):
+                self._take(self._list([number]))
+                settled = changed + TICK_NS < time.time_ns()
+                self._changed_ns[number] = changed if settled else 0
+        with self._lock:
+            news = list(self._news)
+            self._news.clear()
+        return list(self._ids_of(news))
+
+    def _ids_of(self, digests: Iterable[bytes]) -> Iterator[RecordIds]:
+        for digest in digests:
             try:
                 with self._path(digest).open("rb") as file:
                     ids = token_ids_in(data := file.read(HEAD_BYTES))
@@ -152,7 +174,7 @@ class DiskTier:
         try:
             self._path(key.digest).unlink(missing_ok=True)
         except OSError as error:
-            raise _tier_error(error) from error
+            raise tier_error(error) from error
 
     def usage(self) -> dict[str, int]:
         with self._lock:
@@ -165,15 +187,21 @@ class DiskTier:
         """Reads the folder: what other processes added and removed; sweeps what killed ones left."""
         start = time.monotonic()
         before = set(self._index.digests())
-        found = self._list()
+        found = self._list(range(256))
+        self._take(found)
         with self._lock:
-            for digest, size in found.items():
-                if digest not in before and digest not in self._index:
-                    self._index.put(digest, size)
             for digest in before - found.keys():
                 if not self._path(digest).exists():
                     self._index.remove(digest)
         self._listed_at, self._listing_s = time.monotonic(), time.monotonic() - start
+
+    def _take(self, found: dict[bytes, int]) -> None:
+        """Puts records that were listed into the index; the new ones are other processes'."""
+        with self._lock:
+            for digest, size in found.items():
+                if digest not in self._index:
+                    self._index.put(digest, size)
+                    self._news.append(digest)
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
@@ -187,7 +215,7 @@ class DiskTier:
         except FileNotFoundError:
             return b""
         except OSError as error:
-            raise _tier_error(error) from error
+            raise tier_error(error) from error
 
     def _open_direct(self, path: Path, file: int) -> int | None:
         """``file`` once more, for reads past the page cache; None where that cannot be."""
@@ -259,14 +287,14 @@ class DiskTier:
             try:
                 self._path(digest).unlink(missing_ok=True)
             except OSError as error:
-                raise _tier_error(error) from error
+                raise tier_error(error) from error
             self.stats.add("evictions")
         return freed >= num_bytes
 
-    def _list(self) -> dict[bytes, int]:
-        """Digests and sizes of the records, least recently used first."""
+    def _list(self, numbers: Iterable[int]) -> dict[bytes, int]:
+        """Digests and sizes of the records in folders, least recently used first."""
         found: list[tuple[float, bytes, int]] = []
-        for entry in self._entries():
+        for entry in self._entries(numbers):
             if entry.name.endswith(SUFFIX):
                 try:
                     digest = bytes.fromhex(entry.name.removesuffix(SUFFIX))
@@ -279,8 +307,8 @@ class DiskTier:
                 self.stats.add("swept")
         return {digest: size for _, digest, size in sorted(found)}
 
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        for number in range(256):
+    def _entries(self, numbers: Iterable[int]) -> Iterator[os.DirEntry[str]]:
+        for number in numbers:
             try:
                 with os.scandir(self.folder / f"{number:02x}") as entries:
                     yield from entries
@@ -311,59 +339,6 @@ def sweep(path: str | os.PathLike[str], dry: bool = False) -> bool:
         os.close(file)
 
 
-class FileSource:
-    """An open record; it stays readable after its file is removed.
-
-    Args:
-        file: read through the page cache.
-        direct: the same file, read past it: whole pages, to where a page of memory begins. The store
-            reads layers to such places; what is left over at either end goes through the page cache.
-    """
-
-    def __init__(self, file: int, direct: int | None = None) -> None:
-        self.num_bytes = os.fstat(file).st_size
-        self._file = file
-        self._direct = direct
-        # the device reads ahead of the checksums; or, with `direct`, nothing that is not asked for
-        advice = os.POSIX_FADV_WILLNEED if direct is None else os.POSIX_FADV_RANDOM
-        os.posix_fadvise(file, 0, 0, advice)
-
-    def read(self, offset: int, into: memoryview) -> int:
-        done = 0
-        address = np.frombuffer(into, dtype=np.uint8).ctypes.data if self._direct is not None else 0
-        while done < into.nbytes:
-            file, end = self._part(offset + done, address + done, into.nbytes - done)
-            try:
-                count = os.preadv(file, [into[done : done + end]], offset + done)
-            except OSError as error:
-                if file == self._direct and error.errno == errno.EINVAL:
-                    self._close_direct()  # the device's blocks are larger than pages
-                    continue
-                raise _tier_error(error, pause=False) from error
-            if count == 0:
-                break
-            done += count
-        return done
-
-    def close(self) -> None:
-        os.close(self._file)
-        self._close_direct()
-
-    def _part(self, offset: int, address: int, num_bytes: int) -> tuple[int, int]:
-        """The file to read from, and how many bytes."""
-        before, whole = -offset % PAGE, num_bytes // PAGE * PAGE
-        if self._direct is None or (offset - address) % PAGE:
-            return self._file, num_bytes
-        if before or not whole:
-            return self._file, min(before or num_bytes, num_bytes)
-        return self._direct, whole
-
-    def _close_direct(self) -> None:
-        if self._direct is not None:
-            os.close(self._direct)
-            self._direct = None
-
-
 def _make_private(folder: Path) -> None:
     """Makes a folder, if it is not there, that its owner alone can read."""
     try:
@@ -371,8 +346,3 @@ def _make_private(folder: Path) -> None:
     except FileExistsError:
         return
     folder.chmod(FOLDER_MODE)  # the umask may have taken the owner's rights, too
-
-
-def _tier_error(error: OSError, pause: bool = True) -> TierError:
-    kind = KINDS.get(error.errno or 0, errno.errorcode.get(error.errno or 0, "os_error"))
-    return TierError(kind, str(error), pause=pause and kind != "ENOENT")

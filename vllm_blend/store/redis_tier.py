@@ -14,6 +14,7 @@ version 5 or later.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,9 +25,9 @@ from redis.exceptions import OutOfMemoryError, RedisError, WatchError
 from redis.retry import Retry
 
 from vllm_blend.store.keys import DIGEST_VERSION, ChunkKey
-from vllm_blend.store.record import Layout, Reason, Record, Rejected
+from vllm_blend.store.record import Layout, Reason, Record, Rejected, token_ids_in
 from vllm_blend.store.secrets import check_address
-from vllm_blend.store.tier import Stats, TierError
+from vllm_blend.store.tier import RecordIds, Stats, TierError
 
 LARGEST = 512 << 20
 """Bytes of one value: Redis' ``proto-max-bulk-len``, unless it was raised."""
@@ -36,6 +37,15 @@ PIECE = 2 << 20
 
 WRITE_TRIES = 3
 """Of a chunk that another process writes or removes at the same time."""
+
+APPEARED = 2048
+"""Records that were used lately and are looked at at a time, for those of other processes."""
+
+NAMED = 100_000
+"""Records that are known not to be news."""
+
+HEAD_BYTES, LARGEST_HEAD = 1 << 14, 1 << 22
+"""What is read of a record for its token ids; and where these, or the header, are longer than that."""
 
 MARK = 128
 """Bytes by which a record is known from one of the same chunk that has scores."""
@@ -126,6 +136,8 @@ class RedisTier:
         self._chunk = f"{base}:chunk:"
         self._keys = [f"{base}:used", f"{base}:sizes", f"{base}:bytes"]
         self._usage = {"entries": 0, "bytes": 0}
+        self._told: OrderedDict[bytes, None] = OrderedDict()  # of `appeared`, and this process's own
+        self._told_to = "-inf"  # the time up to which they are
         self._client = redis.Redis.from_url(
             url,
             username=username,
@@ -181,6 +193,35 @@ class RedisTier:
             size: Any = self._client.strlen(name)
         return RedisSource(self._client, name, start, size) if size else None
 
+    def appeared(self) -> list[RecordIds]:
+        """Records that others have written, or used, since this was last asked; each once."""
+        with _errors():
+            used: Any = self._client.zrevrangebyscore(
+                self._keys[0], "+inf", self._told_to, start=0, num=APPEARED, withscores=True
+            )
+            digests = [bytes.fromhex(name.decode()) for name, _ in used]
+            new = [digest for digest in digests if digest not in self._told]
+            found = [(digest, ids) for digest in new if (ids := self._token_ids(digest)) is not None]
+        self._told_to = repr(used[0][1]) if used else self._told_to
+        for digest in reversed(digests):
+            self._is_told(digest)
+        return found
+
+    def _token_ids(self, digest: bytes) -> tuple[int, ...] | None:
+        name = self._chunk + digest.hex()
+        data: Any = self._client.getrange(name, 0, HEAD_BYTES - 1)
+        ids = token_ids_in(data)
+        if ids is None and len(data) == HEAD_BYTES:
+            data = self._client.getrange(name, 0, LARGEST_HEAD - 1)
+            ids = token_ids_in(data)
+        return ids
+
+    def _is_told(self, digest: bytes) -> None:
+        self._told[digest] = None
+        self._told.move_to_end(digest)
+        while len(self._told) > NAMED:
+            self._told.popitem(last=False)
+
     def counted(self) -> dict[bytes, tuple[float, int]]:
         """Time of last use and size of each record that is accounted for, by digest."""
         used, sizes, _ = self._keys
@@ -218,6 +259,7 @@ class RedisTier:
                 transaction.set(name, data)
                 counts, _ = transaction.execute()
                 self._count(counts)
+                self._is_told(record.key.digest)
 
     def _eval(self, script: str, digest: bytes, *args: int, client: Any = None) -> Any:
         on = client or self._client

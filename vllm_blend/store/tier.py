@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Record
+
+RecordIds = tuple[bytes, tuple[int, ...]]
+"""A record's digest and its token ids, which are not verified."""
 
 
 class TierError(Exception):
@@ -86,6 +89,14 @@ class Tier(Level, Protocol):
         """Removes a chunk's record, if it is there."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A tier that tells what other processes write to it."""
+
+    def appeared(self) -> list[RecordIds]:
+        """Records that others have written since this was last asked, soon after they did."""
 
 
 class Stats:

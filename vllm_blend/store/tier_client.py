@@ -10,7 +10,7 @@ from collections.abc import Callable
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.load_time import LoadTime, SharedClock
 from vllm_blend.store.record import Reason, Record, Rejected
-from vllm_blend.store.tier import Breaker, Source, Stats, Tier, TierError
+from vllm_blend.store.tier import Breaker, RecordIds, Shared, Source, Stats, Tier, TierError
 
 logger = logging.getLogger("vllm.vllm_blend.store")
 
@@ -131,6 +131,17 @@ class Lane:
         """Counts a load that went well, and that ``clock`` saw start."""
         self.load_time.observe(num_bytes, self.clock.seconds(started))
         self._stats.add(f"bytes_read.{self.name}", num_bytes)
+
+    def appeared(self) -> list[RecordIds]:
+        """Records that other processes have written since this was last asked; none where the tier
+        cannot tell, or does not answer."""
+        if self.paused or not isinstance(self.tier, Shared):
+            return []
+        try:
+            return self.tier.appeared()
+        except TierError as error:
+            self._failed("read", error)
+            return []
 
     def submit(self, record: Record) -> None:
         """Writes a record when the earlier ones are written; drops it if they are too many."""

@@ -4,12 +4,14 @@ Each is a request of the engine's own, after the chunk's context; where tokens a
 is computed once more after another one. It is let in when
 the engine has nothing else to do, or when as many tokens of requests were computed as the server's
 share asks for. In the first case it goes window by window, and stands back when requests come, until
-the share has room for the rest of it.
+the share has room for the rest of it. Scores of chunks that nobody has reused are an idle engine's work
+alone: it begins with them after a rest, and gives them up when requests come.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,10 @@ MAX_WAITING_TOKENS = 1 << 21
 
 STEP_SECONDS = 0.1
 """What a step of an idle engine is to take for a chunk: a request that comes waits for its end."""
+
+REST_S = 0.25
+"""How long an engine has had no requests when it begins with what nobody asked for: a client that asks
+again as soon as it is answered does not wait for that."""
 
 MIN_WINDOW = 128
 """Tokens of a chunk that such a step computes at least."""
@@ -74,6 +80,8 @@ class BackgroundPrefill:
         self._waiting = FairQueue(MAX_WAITING_TOKENS)
         self._running: dict[str, CollectPlan] = {}
         self._paid: set[str] = set()  # of these; all that they need was taken from the credit
+        self._spare: set[str] = set()  # of these; for chunks that were not reused yet
+        self._busy_at = -REST_S
         self._idle = True
         self.stalled = False
 
@@ -145,11 +153,12 @@ class BackgroundPrefill:
         if key in self._unused:
             self._unused.remove(key)
             self._unscored.add(key, self.chunks.chunk(key))
+        self._spare -= {name for name, plan in self._running.items() if plan.key == key}
 
     def earn(self, num_tokens: int) -> None:
-        """Counts tokens that were computed for requests."""
+        """Counts tokens that are computed for requests; those that they reuse are not."""
         costs = [p.num_prompt_tokens for name, p in self._running.items() if name not in self._paid]
-        if (found := self._next(idle=False)) is not None:
+        if (found := self._next(rested=False)) is not None:
             queue, _, chunk = found
             costs.append(len(self._context(chunk, queue)) + len(chunk.token_ids))
         self.credit = min(self.credit + self.share * num_tokens, float(max(costs, default=0)))
@@ -160,7 +169,10 @@ class BackgroundPrefill:
         To be called before each step; ``idle``: the engine has no requests but these.
         """
         self._idle = idle
-        if self._running or (found := self._next(idle)) is None:
+        if not idle:
+            self._busy_at = time.monotonic()
+        rested = idle and time.monotonic() >= self._busy_at + REST_S
+        if self._running or (found := self._next(rested)) is None:
             return []
         queue, key, chunk = found
         context, scored = self._context(chunk, queue), queue is not self._waiting
@@ -182,15 +194,26 @@ class BackgroundPrefill:
             self.num_dropped += 1
             return []
         self._running[request_id] = plan
+        if queue is self._unused:
+            self._spare.add(request_id)
         if not idle:
             self._pay(request_id, cost)
         return [request]
 
-    def _next(self, idle: bool) -> tuple[FairQueue, ChunkKey, ChunkIds] | None:
+    def give_up(self) -> list[str]:
+        """Requests that are to be ended, since clients' have come; their chunks wait again."""
+        names = sorted(self._spare)
+        for name in names:
+            plan = self._running[name]
+            assert plan.key is not None and plan.chunk is not None
+            self._unused.add(plan.key, plan.chunk)
+        return names
+
+    def _next(self, rested: bool) -> tuple[FairQueue, ChunkKey, ChunkIds] | None:
         """The chunk that is to be computed, or scored, next; and the queue that it is first in."""
         if (found := self._waiting.first()) is not None:
             return self._waiting, *found
-        for queue in (self._unscored, self._unused) if idle else (self._unscored,):
+        for queue in (self._unscored, self._unused) if rested else (self._unscored,):
             while (found := queue.first()) is not None:
                 if found[0] in self.chunks:
                     return queue, *found
@@ -233,6 +256,7 @@ class BackgroundPrefill:
         """The request has ended; its chunk does not come any more."""
         plan = self._running.pop(request_id)
         self._paid.discard(request_id)
+        self._spare.discard(request_id)
         assert plan.key is not None and plan.chunk is not None
         if not plan.scored and self.chunks.coming(plan.key) is not None:
             self.chunks.cancel(plan.key)

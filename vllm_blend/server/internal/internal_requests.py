@@ -101,6 +101,10 @@ class InternalRequests:
         assert self.calibration is not None
         return self.calibration.start()
 
+    def give_up(self, num_unfinished: int) -> list[str]:
+        """Requests that are to be ended now; ``num_unfinished``: requests in the engine."""
+        return self.background.give_up() if num_unfinished > self.background.num_running else []
+
     def finish(self, request_id: str, output: Any = None) -> None:
         """One of its requests has ended with vLLM's engine output; None: it was aborted."""
         if self.background.is_mine(request_id):

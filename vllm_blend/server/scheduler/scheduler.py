@@ -3,8 +3,7 @@
 ``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
                          one whose chunks may be in a store's lower tiers waits for the answer, and
                          is told by the controller which of them to wait for, if its ratio is "auto"
-``schedule``             lets in the engine's own requests: measurements,
-                         missed chunks; lets a blended prompt wait for a step that has room for it
+``schedule``             lets in the engine's own requests, and blended prompts where a step has room
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
 
@@ -204,10 +203,13 @@ class BlendScheduler(StepRoom):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
+        if given_up := self.blend_internal.give_up(stock.get_num_unfinished_requests()):
+            self._abort(given_up.__contains__)
         for request in self.blend_internal.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
         self._rows_left = self._step_rows
         output = stock.schedule(*args, **kwargs)
+        self.blend_internal.background.earn(self._client_rows(output.num_scheduled_tokens))
         self.blend_internal.background.stalled = not output.num_scheduled_tokens
         if (commands := self.take_blend_commands()) is not None:
             setattr(output, COMMANDS, commands)
@@ -250,8 +252,7 @@ class BlendScheduler(StepRoom):
 
     def _abort(self, is_one: Callable[[str], bool]) -> None:
         """Ends those of the engine's own requests."""
-        found = filter(is_one, list(self.requests))
-        self.finish_requests(list(found), RequestStatus.FINISHED_ABORTED)
+        self.finish_requests(list(filter(is_one, self.requests)), RequestStatus.FINISHED_ABORTED)
 
     def stop_background(self) -> None:
         """The engine is shutting down: what no client's request waits for is not computed any more."""
@@ -319,7 +320,6 @@ class BlendScheduler(StepRoom):
         stock: Any = super()
         scheduled = scheduler_output.num_scheduled_tokens
         internal, started = self.blend_internal, getattr(scheduler_output, STARTED, None)
-        internal.background.earn(sum(n for name, n in scheduled.items() if not internal.is_mine(name)))
         seconds = time.monotonic() - started if started else 0.0
         if scheduled and all(map(internal.background.is_mine, scheduled)):
             internal.background.took(scheduler_output.total_num_scheduled_tokens, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -21,6 +22,7 @@ class StepRoom:
     max_num_scheduled_tokens: int
     max_num_running_reqs: int
     num_spec_tokens: int
+    requests: dict[str, Any]
 
     blend_internal: InternalRequests
     blend_plans: RequestPlans
@@ -73,6 +75,14 @@ class StepRoom:
         ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
         reused = sum(max(0, end - begin) for begin, end in ends)
         return count - int((1 - plan.settings.last_ratio) * reused)
+
+    def _client_rows(self, num_scheduled_tokens: Mapping[str, int]) -> int:
+        """How many rows the step that was just scheduled computes for clients' requests, about."""
+        return sum(
+            self._num_rows(name, self.requests[name].num_computed_tokens - count, count)
+            for name, count in num_scheduled_tokens.items()
+            if not self.blend_internal.is_mine(name)
+        )
 
     @property
     def _cuts(self) -> bool:

@@ -33,6 +33,8 @@ FOUND_TOKENS, FOUND_SHELVES = 2_000_000, 256
 that were computed after the same."""
 MAX_PENDING = 64
 """Chunks that the model's process looks for and loads at once; the others wait here."""
+REFRESH_S = 1.0
+"""Auto mode: so often lower tiers are asked what other servers have written."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -62,10 +64,11 @@ class Fetches:
         self._seekers: defaultdict[ChunkKey, list[Waiting]] = defaultdict(list)
         # by tenant and context: chunks that are not in memory
         self._below = SharedIndex(FOUND_TOKENS, FOUND_SHELVES)
-        # tenants whose chunks on disk are known, will be, and are to be asked for
-        self._claimed: set[str] = set()
+        # tenants whose chunks in lower tiers are known, and since when; will be; are to be asked for
+        self._claimed: dict[str, float] = {}
         self._claiming: set[str] = set()
         self._to_claim: list[str] = []
+        self._to_refresh: list[str] = []
         chunks.on_evict = self._note
         self._loads: dict[str, LoadTime] = {}
         self._token_seconds = 0.0  # of a prefill, a token; not known yet
@@ -137,7 +140,7 @@ class Fetches:
         self._pending.clear()
         self._below = SharedIndex(FOUND_TOKENS, FOUND_SHELVES)
         self._claimed.clear()
-        self._to_claim = list(self._claiming)
+        self._to_claim, self._to_refresh = list(self._claiming), []
 
     def locate(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
         """Lets a request wait until it is known where chunks are."""
@@ -152,19 +155,31 @@ class Fetches:
             request.places[key] = place
 
     def claim(self, tenant: str) -> bool:
-        """Whether a tenant's chunks on disk are known; if not, they will be."""
-        if tenant not in self._claimed and tenant not in self._claiming:
-            self._claiming.add(tenant)
+        """Whether a tenant's chunks in lower tiers are known, as of late; if not, they will be.
+
+        While the engine steps they are asked for again and again, and no request waits for that.
+        """
+        if tenant in self._claiming:
+            return tenant in self._claimed
+        if tenant not in self._claimed:
             self._to_claim.append(tenant)
-        return tenant in self._claimed
+        elif self._is_old(tenant):
+            self._to_refresh.append(tenant)
+        else:
+            return True
+        self._claiming.add(tenant)
+        return False
 
     def claimed(self, tenant: str, chunks: Sequence[ChunkIds]) -> None:
-        """A tenant's chunks on disk, most recently used first."""
+        """A tenant's chunks in lower tiers that it was not told yet, most recently used first."""
         self._claiming.discard(tenant)
-        self._claimed.add(tenant)
+        self._claimed[tenant] = time.monotonic()
         self._forget(self._below.open((tenant, self._contexts.later)))
         for chunk in reversed(chunks):
             self._note(chunk_key(chunk), chunk)
+
+    def _is_old(self, tenant: str) -> bool:
+        return time.monotonic() > self._claimed[tenant] + REFRESH_S
 
     def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[ChunkIds]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
@@ -187,7 +202,7 @@ class Fetches:
         """If these tenants come back, their chunks on disk are looked for again."""
         for shelf in shelves:
             assert isinstance(shelf, tuple)
-            self._claimed.discard(shelf[0])
+            self._claimed.pop(shelf[0], None)
 
     def learn(self, loads: dict[str, tuple[float, float]]) -> None:
         """How long loads take, by tier: seconds, and seconds a byte."""
@@ -245,13 +260,16 @@ class Fetches:
         while self._to_ask and len(self._pending) < MAX_PENDING:
             fetch.append(self._to_ask.pop())
             self._pending.update(fetch[-1:])
+        for tenant in self._claimed.keys() - self._claiming:
+            self.claim(tenant)
         commands = WorkerCommands(
             drop,
             fetch=tuple(fetch),
             locate=tuple(self._to_locate.items()),
             claim=tuple((tenant, contexts) for tenant in self._to_claim),
+            refresh=tuple((tenant, contexts) for tenant in self._to_refresh),
         )
-        self._to_locate, self._to_claim = {}, []
+        self._to_locate, self._to_claim, self._to_refresh = {}, [], []
         return commands
 
     def answer(self, key: ChunkKey, found: bool) -> None:

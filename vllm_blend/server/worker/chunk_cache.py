@@ -54,6 +54,9 @@ class ChunkCache:
         for tenant, contexts in orders.claim:
             assert self.tiers is not None
             self.tiers.claim(tenant, contexts)
+        for tenant, contexts in orders.refresh:
+            assert self.tiers is not None
+            self.tiers.claim(tenant, contexts, all_of_them=False)
 
     def resolve(
         self, plan: BlendPlan | CollectPlan | KeyedPlan, request_id: str, computed: int

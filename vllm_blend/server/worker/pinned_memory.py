@@ -8,7 +8,7 @@ import torch
 
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkKey
-from vllm_blend.store.arena import Arena, Extent
+from vllm_blend.store.arena import Arena, Extent, use_huge_pages
 
 
 class PinnedMemory:
@@ -33,9 +33,10 @@ class PinnedMemory:
         num_bytes = prod(size) * shape.dtype.itemsize
         extent = self._arena.allocate(num_bytes)
         if extent is None:
-            memory = torch.empty(
-                num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available()
-            )
+            pin = torch.cuda.is_available()
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            if not pin:
+                use_huge_pages(memory.numpy())
         else:
             self._extents[key] = extent
             memory = self._arena.tensor(extent, num_bytes)

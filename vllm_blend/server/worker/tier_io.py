@@ -7,12 +7,14 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.core import tensor_parallel
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.server.messages import Place
+from vllm_blend.server.worker.shared_records import SharedRecords
 
 if TYPE_CHECKING:
     from vllm_blend.store import ChunkKey as StoreKey
@@ -24,7 +26,7 @@ FETCHES = 16
 """Chunks that are fetched at once; how many of them are read at once is the store's business."""
 STATS_S = 1.0
 CLAIMED_TOKENS = 1_000_000
-"""Of chunks on disk that are found by content, the most recently used first."""
+"""Of chunks in lower tiers that are found by content, the most recently used first."""
 LOOKS = 4
 """Chunks that are looked for at once."""
 PENDING, MISSING, FOUND = range(3)
@@ -47,7 +49,7 @@ class TierIO:
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
         self._lookers = ThreadPoolExecutor(LOOKS, thread_name_prefix="chunk-locate")
         self._looks: dict[ChunkKey, Future[Place]] = {}
-        self._on_disk: dict[bytes, tuple[int, ...]] | None = None  # by digest; whose, is not known
+        self._records = SharedRecords(store, CLAIMED_TOKENS)
         self._claimer = ThreadPoolExecutor(1, thread_name_prefix="chunk-claim")
         self._claims: dict[str, Future[list[ChunkIds]]] = {}
         self._names: dict[ChunkKey, StoreKey] = {}
@@ -85,7 +87,7 @@ class TierIO:
         self._model_key = replace(first, weights=f"{first.weights} {weights}") if weights else first
         for asked in (self._fetches, self._puts, self._looks, self._claims, self._names):
             asked.clear()
-        self._on_disk = None
+        self._records = SharedRecords(self.store, CLAIMED_TOKENS)
 
     def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV, ready: Any = None) -> bool:
         """Keeps a chunk, later; False if too much waits already. ``ready`` is as the store's."""
@@ -146,8 +148,7 @@ class TierIO:
         """Begins to remove a chunk from the store."""
         key = self._key(chunk)
         self.store.purge(key)
-        if self._on_disk is not None:
-            self._on_disk.pop(key.digest, None)
+        self._claimer.submit(self._records.remove, key.digest)
 
     def purge_tenant(self, tenant: str, contexts: Collection[tuple[int, ...]]) -> None:
         """Begins to remove all of a tenant's chunks that lie on disk."""
@@ -170,10 +171,17 @@ class TierIO:
         ended = [key for key, future in self._looks.items() if future.done()]
         return {key: self._looks.pop(key).result() for key in ended}
 
-    def claim(self, tenant: str, contexts: Collection[tuple[int, ...]]) -> None:
-        """Begins to find out which chunks on disk are a tenant's: those whose keys it can make."""
+    def claim(
+        self, tenant: str, contexts: Collection[tuple[int, ...]], all_of_them: bool = True
+    ) -> None:
+        """Begins to find out which chunks in lower tiers are a tenant's: those whose keys it can make.
+
+        Args:
+            all_of_them: False: those alone that came since this was last asked.
+        """
         if tenant not in self._claims:
-            self._claims[tenant] = self._claimer.submit(lambda: self._claim(tenant, contexts))
+            job = partial(self._claim, self._records, tenant, contexts, all_of_them)
+            self._claims[tenant] = self._claimer.submit(job)
 
     def claimed(self) -> dict[str, list[ChunkIds]]:
         """Tenants' chunks, as far as they are known since this was last asked."""
@@ -207,17 +215,16 @@ class TierIO:
             return None, 0
         return tier, 0 if tier in IN_MEMORY else Layout.of(key).num_bytes
 
-    def _claim(self, tenant: str, contexts: Collection[tuple[int, ...]]) -> list[ChunkIds]:
-        if self._on_disk is None:
-            on_disk, left = {}, CLAIMED_TOKENS
-            for digest, ids in self.store.token_ids():
-                left -= len(ids)
-                if left < 0:
-                    break
-                on_disk[digest] = ids
-            self._on_disk = on_disk
+    def _claim(
+        self,
+        records: SharedRecords,
+        tenant: str,
+        contexts: Collection[tuple[int, ...]],
+        all_of_them: bool,
+    ) -> list[ChunkIds]:
+        records.update()
         found = []
-        for digest, ids in list(self._on_disk.items()):
+        for digest, ids in records.tell(tenant, all_of_them):
             if not ids or min(ids) < 0:
                 continue
             chunks = (ChunkIds(tenant, ids, context) for context in contexts)
