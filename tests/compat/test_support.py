@@ -15,8 +15,12 @@ from vllm_blend.core.settings import BlendSettings
     ("options", "sentence"),
     [
         ({"enable_lora": True}, "LoRA on a GPU (on a CPU it is supported)"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 on a GPU (on a CPU it is supported)"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2 on a GPU"),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"kv_cache_dtype": "fp8_e4m3"}, None),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype fp8_e5m2 on a GPU (fp8_e4m3 is supported there)",
+        ),
         ({}, None),
     ],
 )
