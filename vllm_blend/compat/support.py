@@ -36,8 +36,6 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
         "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
-        "LoRA on a GPU (on a CPU it is supported)": vllm_config.lora_config is not None
-        and device_type != "cpu",
         "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
         and speculative.method not in ("ngram", "suffix"),
         "vLLM's legacy Ray executor, whose workers skip what blending wraps "
