@@ -141,6 +141,7 @@ def distance_to(
     return distance(logits, torch.cat(full))
 
 
+@pytest.mark.covers("KV cache in fp8 (e4m3)", backend="FLASH_ATTN", family="smollm2")
 def test_the_cache_takes_half_the_memory(engine: Engine, plain: Plain) -> None:
     attn = engine.model.blending.attns[0]
     assert type(attn.impl).__name__ == "FlashAttentionBlendImpl"
@@ -149,6 +150,7 @@ def test_the_cache_takes_half_the_memory(engine: Engine, plain: Plain) -> None:
     assert len(attn.kv_cache) >= 2 * plain.num_blocks - 1  # of the same memory
 
 
+@pytest.mark.covers("KV cache in fp8 (e4m3)", backend="FLASH_ATTN", family="smollm2")
 @pytest.mark.parametrize("policy", ["random", "hkvd", "ahead*static"])
 @pytest.mark.parametrize("ratio", [0.0, 0.16, 1.0])
 def test_exact_kv_is_full_prefill(
