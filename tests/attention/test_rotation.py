@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_blend.attention.rotation import Rotation, read, rotations_in
+from vllm_blend.ops.shift_scatter import rotate_oracle
 
 LONGEST = 96
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24)
@@ -74,6 +75,9 @@ def test_undo_is_the_inverse_of_rotate(
     assert torch.equal(k, before)
     rest = slice(rotation.table.shape[1], None)
     assert torch.equal(turned[..., rest], k[..., rest])
+    table = rotation.inverse(positions)  # as a kernel gets it
+    undone = rotate_oracle(turned, torch.arange(count), table, rotation.is_neox_style)
+    assert relative_error(undone, k) < CLOSE[dtype]
 
 
 @settings(deadline=None, max_examples=40)
@@ -94,6 +98,7 @@ def test_none_leaves_k_as_it_is() -> None:
     for turned in (rotation.rotate(k, positions), rotation.undo(k, positions)):
         assert torch.equal(turned, k) and turned.data_ptr() != k.data_ptr()
     # kernels read the table whatever it says: it must turn nothing
+    assert torch.equal(rotate_oracle(k, torch.arange(5), rotation.inverse(positions), True), k)
     same = Rotation(rotation.table)
     assert torch.equal(same.rotate(k, positions), k)
 

@@ -20,7 +20,7 @@ from vllm_blend.core.settings import BlendSettings
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, Status, StepRequest
 from vllm_blend.model.active_rows import ActiveRows
-from vllm_blend.model.collect import collect
+from vllm_blend.model.collect import Collecting
 
 CPU = torch.device("cpu")
 NUM_LAYERS, PADDING = 3, 4
@@ -233,9 +233,9 @@ def test_a_frame_of_own_rows_alone(made: Made, data: st.DataObject) -> None:
 
 
 @settings(deadline=None)
-@given(made=steps(), data=st.data(), framed=st.booleans())
+@given(made=steps(), data=st.data(), framed=st.booleans(), staged=st.booleans())
 def test_collected_rows_are_found_among_those_that_are_computed(
-    made: Made, data: st.DataObject, framed: bool
+    made: Made, data: st.DataObject, framed: bool, staged: bool
 ) -> None:
     """K tells the row of each token, V its position; rows before ``start`` are not kept, nor a prefix
     that is not computed."""
@@ -253,8 +253,11 @@ def test_collected_rows_are_found_among_those_that_are_computed(
     key = torch.tensor([*rows, *[-5] * PADDING]).float()[:, None, None]
     value = torch.tensor([*(made.positions[row] for row in rows), *[-5] * PADDING]).float()
     rotation = Rotation.none(4, torch.float32, CPU)
+    collecting = Collecting(step, frame, len(key), CPU, staged=staged)
     for layer in range(2):
-        collect(step, frame, layer, rotation, key + layer, value[:, None, None])
+        collecting.layer(
+            layer, rotation, (key + layer).expand(-1, 1, 2), value[:, None, None].expand(-1, 1, 2)
+        )
     for request, plan in step.collected:
         tokens = range(max(plan.start, request.position), request.end)
         if len(plan.kv) == 0:
@@ -264,7 +267,10 @@ def test_collected_rows_are_found_among_those_that_are_computed(
             assert len(k) == len(v) == plan.num_prompt_tokens - plan.start
             for at in tokens:
                 row = request.row + at - request.position
-                assert (float(k[at - plan.start]), float(v[at - plan.start])) == (row + layer, at)
+                assert (k[at - plan.start].tolist(), v[at - plan.start].tolist()) == (
+                    [[row + layer] * 2],
+                    [[at] * 2],
+                )
 
 
 # --- the last key that each row sees -------------------------------------------------------------

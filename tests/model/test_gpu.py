@@ -27,7 +27,7 @@ from vllm_blend.model.graphs import RowGraphs
 from vllm_blend.model.lookahead import Questions, asked_layers
 from vllm_blend.plugin import hooks
 from vllm_blend.plugin.step_requests import BlendModelState
-from vllm_blend.server.worker.collected import HostRows
+from vllm_blend.server.worker.collected import HostCopies, HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.store.streaming_layers import StreamingKV, StreamingLayers
 
@@ -354,9 +354,11 @@ def test_stored_kv_may_lie_anywhere(
             return kv
         if kind == "pinned":  # K and V behind one another
             shape = engine.model.blending.kv_shape
-            rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens))
+            copies = HostCopies(kv.layers[0][0].device)
+            rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens), copies)
             for index, layer in enumerate(kv.layers):
                 rows.write(index, 0, *layer)
+            copies.join().synchronize()
             return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)
         if kind == "pageable":

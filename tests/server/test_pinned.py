@@ -10,7 +10,7 @@ import torch
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import BlockLayers
 from vllm_blend.model.kv_loader import joined
-from vllm_blend.server.worker.collected import HostRows
+from vllm_blend.server.worker.collected import HostCopies, HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 
 
@@ -30,10 +30,14 @@ def chunk(num_tokens: int, seed: int, device: str) -> StoredKV:
 
 def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
     """A copy in ``memory``, as it is made of what is collected."""
-    rows = HostRows(memory.reserve(key, KVShape(3, 2, 16, torch.half), kv.num_tokens))
+    device = kv.layers[0][0].device
+    copies = HostCopies(device) if device.type == "cuda" else None
+    rows = HostRows(memory.reserve(key, KVShape(3, 2, 16, torch.half), kv.num_tokens), copies)
     for index, (k, v) in enumerate(kv.layers):
         for first in range(0, kv.num_tokens, 7):
-            rows.write(index, first, k[first : first + 7], v[first : first + 7])
+            rows.write(index, first, k[first : first + 7].clone(), v[first : first + 7].clone())
+    if copies is not None:
+        copies.join().synchronize()
     return rows.kv()
 
 

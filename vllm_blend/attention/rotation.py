@@ -55,9 +55,19 @@ class Rotation:
         """K before RoPE, of K at ``positions``: the inverse of ``rotate``, but for rounding."""
         if self.is_none:
             return k.clone()
+        return self._turned(k, *self._inverse(positions))
+
+    def inverse(self, positions: torch.Tensor) -> torch.Tensor:
+        """The table of the rotation that undoes this one at ``positions``: ``[num_tokens, rotary_dim]``
+        float32, cosines, then sines."""
+        if self.is_none:
+            return torch.eye(1, 2, device=positions.device).expand(len(positions), 2).contiguous()
+        return torch.cat(self._inverse(positions), dim=-1).squeeze(1).float()
+
+    def _inverse(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._angles(positions)
         square = cos * cos + sin * sin  # not 1 where cosines are scaled (YaRN) or rounded
-        return self._turned(k, cos / square, -sin / square)
+        return cos / square, -sin / square
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = _wide(self.table.dtype)

@@ -25,7 +25,7 @@ from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
 from vllm_blend.model.adapter_rows import with_adapters
-from vllm_blend.model.collect import collect, keep
+from vllm_blend.model.collect import Collecting, keep
 from vllm_blend.model.guard import Guard, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions, asked_layers
@@ -104,6 +104,7 @@ class Blending:
         self._begun = False
         self._to_blend: Sequence[str] = ()
         self.collecting = True
+        self._collecting: Collecting | None = None
         self.guard = Guard()
 
     @property
@@ -174,6 +175,7 @@ class Blending:
             self.in_flight.hold(step, positions.device)
         if self.step is not None:
             keep(self.step, self.owners, self.chunks, self.guard)
+        self._collecting = None
         return output
 
     def _blend_or_prefill(self, inputs: rows.Inputs) -> torch.Tensor:
@@ -335,7 +337,11 @@ class Blending:
             for _, plan in self.step.collected:
                 if plan.key is not None and plan.into is None:
                     self.chunks.collect(plan, self.kv_shape, key.device)
-            collect(self.step, self._frame, layer.index, layer.rotation, key, value)
+            now = self._collecting
+            if now is None or now.step is not self.step or now.frame is not self._frame:
+                now = Collecting(self.step, self._frame, len(key), key.device)
+                self._collecting = now
+            now.layer(layer.index, layer.rotation, key, value)
 
     def take_blended(self) -> list[Blended]:
         """What was done since this was last called."""

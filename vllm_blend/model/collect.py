@@ -12,36 +12,97 @@ from typing import Any
 import torch
 
 from vllm_blend.attention.rotation import Rotation
+from vllm_blend.core.plans import CollectPlan
 from vllm_blend.core.step import BlendStep
 from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.guard import Guard, StepFailed
+from vllm_blend.ops.shift_scatter import launch
+
+BLOCK = 16
+"""Rows of a block of the GPU memory in which a layer's rows wait to be copied."""
 
 
-def collect(
-    step: BlendStep,
-    frame: ActiveRows | None,
-    layer: int,
-    rotation: Rotation,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    """Hands K and V of the rows that are kept to their plans; all of these rows are computed.
+class Collecting:
+    """The rows of a step whose K and V are kept; all of these rows are computed.
 
     Args:
         frame: the rows that are computed; None: all of the step's.
-        key, value: of those rows, ``[num_rows, num_kv_heads, head_size]``, K rotated.
+        num_rows: how many K and V come of each layer, with padding.
+        device: of K and V.
+        staged: they go through memory of their own, where they wait to be copied; None: on a GPU.
     """
-    for request, plan in step.collected:
-        if plan.key is not None and plan.into is None:
-            continue
-        start = max(plan.start, request.position)
-        end = min(plan.num_prompt_tokens, request.end)
-        at = request.row + start - request.position if frame is None else frame.row_of(request, start)
-        k, v = key[at : at + end - start], value[at : at + end - start]
-        if not plan.as_written:
-            k = rotation.undo(k, torch.arange(start, end, device=k.device))
-        plan.write(layer, start, k, v)
+
+    def __init__(
+        self,
+        step: BlendStep,
+        frame: ActiveRows | None,
+        num_rows: int,
+        device: torch.device,
+        staged: bool | None = None,
+    ) -> None:
+        self.step, self.frame = step, frame
+        self._device = device
+        self._parts: list[tuple[CollectPlan, int, int, int]] = []
+        for request, plan in step.collected:
+            if plan.key is not None and plan.into is None:
+                continue
+            start = max(plan.start, request.position)
+            end = min(plan.num_prompt_tokens, request.end)
+            row = request.row + start - request.position
+            row = row if frame is None else frame.row_of(request, start)
+            self._parts.append((plan, start, row, row + end - start))
+        if staged is None:
+            staged = device.type == "cuda" and not any(plan.as_written for plan, *_ in self._parts)
+        self._staged = staged
+        if self._staged:
+            self._stage(num_rows)
+
+    def _stage(self, num_rows: int) -> None:
+        """Gives each row that is kept a slot, in the rows' order."""
+        positions = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+        slots = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
+        for _, start, first, end in self._parts:
+            positions[first:end] = torch.arange(start, start + end - first, device="cpu")
+            slots[first:end] = 0
+        kept = slots == 0
+        slots[kept] = torch.arange(int(kept.sum()), device="cpu")
+        self._parts = [
+            (p, at, int(slots[row]), int(slots[row]) + end - row) for p, at, row, end in self._parts
+        ]
+        self._num_blocks = -(-int(kept.sum()) // BLOCK)
+        both = torch.stack((positions, slots))
+        both = both.pin_memory() if self._device.type == "cuda" else both
+        self._positions, self._slots = both.to(self._device, non_blocking=True)
+        self._rows = torch.arange(num_rows, device=self._device)
+        self._angles: dict[int, torch.Tensor] = {}
+
+    def layer(self, layer: int, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hands K and V of the rows that are kept to their plans.
+
+        Args:
+            key, value: of all rows, ``[num_rows, num_kv_heads, head_size]``, K rotated.
+        """
+        if self._staged and self._parts:
+            key, value = self._unrotated(rotation, key, value)
+        for plan, start, first, end in self._parts:
+            k, v = key[first:end], value[first:end]
+            if not self._staged and not plan.as_written:
+                k = rotation.undo(k, torch.arange(start, start + end - first, device=k.device))
+            plan.write(layer, start, k, v)
+
+    def _unrotated(
+        self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K before RoPE and V of the rows that are kept, in memory of their own, by one kernel."""
+        table = id(rotation.table)
+        if table not in self._angles:
+            self._angles[table] = rotation.inverse(self._positions)
+        size = 2, self._num_blocks, BLOCK, *key.shape[1:]
+        k, v = torch.empty(size, dtype=key.dtype, device=key.device)
+        angles, is_neox_style = self._angles[table], rotation.is_neox_style
+        launch(key, value, self._rows, self._slots, angles, k, v, is_neox_style)
+        return k.flatten(0, 1), v.flatten(0, 1)
 
 
 def keep(step: BlendStep, owners: Sequence[Any], chunks: Any, guard: Guard) -> None:

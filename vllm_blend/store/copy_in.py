@@ -22,12 +22,15 @@ def written_event(kv: StoredKV) -> Any:
 
 
 def copy_to_slot(kv: StoredKV, slot: Slot, ready: Any) -> None:
-    """Fills a slot of host memory; ``ready`` is as of ``written_event``."""
+    """Fills a slot of host memory, once what comes before ``ready`` is done (None: it is)."""
     if kv.scores is not None:
         slot.scores = kv.scores.detach().clone()
     stream = None
-    if ready is not None:
-        stream = torch.cuda.Stream(kv.described[0][0].device)  # beside the compute
+    source = kv.described[0][0].device
+    if ready is not None and source.type == "cpu":
+        ready.synchronize()
+    elif ready is not None:
+        stream = torch.cuda.Stream(source)  # beside the compute
         stream.wait_event(ready)
     with torch.cuda.stream(stream):  # None: as it is
         for index, (k, v) in enumerate(kv.layers):

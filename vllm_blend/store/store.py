@@ -178,7 +178,7 @@ class ChunkStore:
             if isinstance(lane.tier, DiskTier):
                 yield from lane.tier.token_ids()
 
-    def put(self, key: ChunkKey, kv: StoredKV) -> bool:
+    def put(self, key: ChunkKey, kv: StoredKV, ready: Any = None) -> bool:
         """Keeps a chunk's KV. Never waits: threads copy and write it.
 
         A chunk that is in memory is not written again, unless it has no scores there and ``kv`` has:
@@ -187,6 +187,7 @@ class ChunkStore:
         Args:
             kv: must not be changed afterwards. KV that the store is still loading (``StreamingKV``) is
                 the store's own already, and is not kept.
+            ready: after what writes ``kv``; None: it is written, or the current stream writes it.
 
         Returns:
             False if too much is waiting, so that it was dropped.
@@ -198,7 +199,7 @@ class ChunkStore:
         with self._lock:
             if isinstance(kv, StreamingKV) or self._knows(key, kv.scores is not None):
                 return True
-            ready = written_event(kv)
+            ready = ready or written_event(kv)
             taken = self._intake.submit(lambda: self._take_in(key, kv, ready), kv.num_bytes)
             if taken:
                 self._pending[key.digest] = key, kv  # in the place of one without scores

@@ -11,7 +11,7 @@ from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan
 from vllm_blend.core.static_scores import scores_of
 from vllm_blend.server.messages import Lost, WorkerCommands, WorkerEvents
-from vllm_blend.server.worker.collected import Distances, HostRows
+from vllm_blend.server.worker.collected import Distances, HostCopies, HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.server.worker.tier_io import TierIO
 
@@ -30,6 +30,7 @@ class ChunkCache:
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
         self._kept: list[ChunkKey] = []
+        self._copies: HostCopies | None = None
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -89,7 +90,10 @@ class ChunkCache:
         """
         assert plan.key is not None
         if not plan.scored:
-            plan.into = HostRows(self.memory.reserve(plan.key, shape, plan.num_tokens))
+            if device.type == "cuda" and self._copies is None:
+                self._copies = HostCopies(device)
+            block = self.memory.reserve(plan.key, shape, plan.num_tokens)
+            plan.into = HostRows(block, self._copies)
         elif (base := self._chunks.get(plan.key)) is not None:  # else it was dropped meanwhile
             plan.into = Distances(base, shape, device)
 
@@ -110,13 +114,16 @@ class ChunkCache:
         plan.restart()
         if not is_whole or into is None or (plan.scored and plan.key not in self._chunks):
             return
+        copied = None
         if isinstance(into, HostRows):
             kv = into.kv()
+            # before the step's output: once that is there, so are the chunks that it tells of
+            copied = None if self._copies is None else self._copies.join()
         else:
             assert parts is not None
             kv = replace(self._chunks[plan.key], scores=scores_of(parts))
         if self.tiers is not None and plan.chunk is not None:
-            self.tiers.put(plan.key, plan.chunk, kv)
+            self.tiers.put(plan.key, plan.chunk, kv, copied)
         self._chunks[plan.key] = kv
         if not plan.scored:
             self._kept.append(plan.key)
@@ -133,6 +140,8 @@ class ChunkCache:
     def whole(self) -> list[ChunkKey]:
         """The chunks whose KV is here, in finite numbers; what is not finite leaves the store's memory,
         too."""
+        if self._copies is not None:
+            self._copies.join().synchronize()
         found = []
         for key, kv in self._chunks.items():
             if all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer):

@@ -1,11 +1,14 @@
 """Where a chunk's K and V go while they are computed: on a GPU no layer of them stays behind.
 
-A layer's rows are copied to host memory as attention hands them over, so the GPU holds a step's rows of
-one layer, for as long as it takes to launch their copy. What is computed for scores alone is compared
-with what is stored, and not kept at all.
+A layer's rows are copied to host memory as attention hands them over, beside the layers that follow, so
+the GPU holds a step's rows of two layers at most. What is computed for scores alone is compared with
+what is stored, and not kept at all.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -14,26 +17,60 @@ from vllm_blend.core.layers import BlockLayers
 from vllm_blend.core.static_scores import apart
 
 
+class HostCopies:
+    """Copies from a GPU to page-locked memory, on a stream of their own beside the layers' compute.
+
+    Compute waits, on the GPU, for the copies of the layer two before. The host waits for none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._launched: deque[tuple[int, Sequence[torch.Tensor], torch.cuda.Event]] = deque()
+
+    def launch(self, layer: int, places: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Copies a layer's rows, which nothing else may change, to their places."""
+        compute = torch.cuda.current_stream(self._stream.device)
+        while self._launched and self._launched[0][0] not in (layer, layer - 1):
+            compute.wait_event(self._launched.popleft()[2])
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            for place, part in zip(places, rows, strict=True):
+                place.copy_(part, non_blocking=True)
+        # held until compute has waited for the copies: then their memory may be used again
+        self._launched.append((layer, rows, self._stream.record_event()))
+
+    def join(self) -> torch.cuda.Event:
+        """Lets what is launched from now on wait for all copies; a host thread that reads what they
+        wrote waits for the event that this gives."""
+        done = self._stream.record_event()
+        torch.cuda.current_stream(self._stream.device).wait_event(done)
+        self._launched.clear()
+        return done
+
+
 class HostRows:
     """K and V of all layers, in host memory.
 
     Args:
         block: ``[num_layers, 2, num_tokens, num_kv_heads, head_size]``.
+        copies: for K and V that come from a GPU.
     """
 
-    def __init__(self, block: torch.Tensor) -> None:
+    def __init__(self, block: torch.Tensor, copies: HostCopies | None = None) -> None:
         self._block = block
-        self._device: torch.device | None = None
+        self._copies = copies
 
     def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        for place, rows in zip(self._block[layer], (k, v), strict=True):
-            place[first : first + len(rows)].copy_(rows, non_blocking=True)
-        self._device = k.device
+        """Copies rows of a layer; on a GPU nothing else may change them."""
+        places = self._block[layer][:, first : first + len(k)]
+        if self._copies is not None:
+            self._copies.launch(layer, places, (k, v))
+            return
+        for place, rows in zip(places, (k, v), strict=True):
+            place.copy_(rows)
 
     def kv(self) -> StoredKV:
-        """All of it; waits for the copies."""
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        """All of it."""
         return StoredKV(BlockLayers(self._block))
 
 

@@ -87,10 +87,10 @@ class TierIO:
             asked.clear()
         self._on_disk = None
 
-    def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV) -> bool:
-        """Keeps a chunk, later; False if too much waits already."""
+    def put(self, key: ChunkKey, chunk: ChunkIds, kv: StoredKV, ready: Any = None) -> bool:
+        """Keeps a chunk, later; False if too much waits already. ``ready`` is as the store's."""
         store_key = self._names[key] = self._key(chunk)
-        if not self.store.put(store_key, kv):
+        if not self.store.put(store_key, kv, ready):
             return False
         self._puts[key] = store_key, kv
         return True
