@@ -18,7 +18,7 @@ stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py csrc/cpu/* | sha2
 cpu := $(call stamp,cpu)
 test := $(call stamp,test)
 
-.PHONY: help demo test test-slow test-gpu build-gpu sanitize bench site style clean
+.PHONY: help demo test test-slow compatibility test-gpu build-gpu sanitize bench site style clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -33,6 +33,11 @@ test: $(test) ## the tests that need no GPU, but for the slow ones
 
 test-slow: $(test) ## the slow ones: servers, more model families, kernels in Triton's interpreter
 	$(bin)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
+
+compatibility: $(test) ## docs/compatibility.md, by the tests that say what they cover
+	$(bin)/python -m pytest -q --collect-only -m covers --covered docs/results/compatibility.csv >/dev/null
+	$(bin)/python -m pytest -n 2 --dist loadfile -m "covers and not gpu" --covered docs/results/compatibility.csv
+	$(bin)/python docs/make_compatibility.py
 
 test-gpu: ## the tests that need a GPU, with $(PYTHON): an environment made from requirements.txt
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -22,7 +22,11 @@ def make_llm(model: pathlib.Path, max_model_len: int = 4096) -> LLM:
     import torch
     from vllm import LLM
 
-    options: dict[str, Any] = {} if torch.cuda.is_available() else {"dtype": "float32"}
+    options: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        config = json.loads((model / "config.json").read_text())
+        # kernels of quantized weights are for 16 bits
+        options["dtype"] = "bfloat16" if "quantization_config" in config else "float32"
     return LLM(
         model=str(model),
         max_model_len=max_model_len,

@@ -19,6 +19,8 @@ import pytest
 from engines import FAMILIES, Engine, make_engine, tiny_model
 from servers import RedisServer, redis_binary
 
+pytest_plugins = ["covered"]
+
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:

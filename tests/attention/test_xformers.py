@@ -206,7 +206,11 @@ def test_without_an_nvidia_gpu_or_xformers_it_says_so(monkeypatch: pytest.Monkey
         ({"logits_soft_cap": 30.0}, "a soft cap of logits"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share the KV cache"),
         ({"attn_type": AttentionType.ENCODER}, "attention type"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype fp8_e4m3"),
+        pytest.param(
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "kv_cache_dtype fp8_e4m3",
+            marks=pytest.mark.covers("KV cache in fp8 (e4m3)", backend="XFORMERS", refused=True),
+        ),
     ],
 )
 def test_what_a_layer_refuses(option: dict[str, Any], name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from vllm_blend.core.settings import BlendSettings
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"enable_lora": True}, "LoRA on a GPU (on a CPU it is supported)"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 on a GPU (on a CPU it is supported)"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2 on a GPU"),
+        ({"enable_lora": True}, None),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"kv_cache_dtype": "fp8_e4m3"}, None),
+        pytest.param(
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype fp8_e5m2 on a GPU (fp8_e4m3 is supported there)",
+            marks=pytest.mark.covers("KV cache in fp8 (e5m2)", backend="FLASH_ATTN", refused=True),
+        ),
         ({}, None),
     ],
 )
@@ -32,6 +38,7 @@ def test_what_a_gpu_cannot_do_yet_is_refused_there(
     assert sentence is None or (sentence in str(found))
 
 
+@pytest.mark.covers("KV cache in other quantized types", refused=True)
 def test_another_quantized_cache_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs(model=str(tiny("llama")), enforce_eager=True).create_engine_config()
     monkeypatch.setattr(config.cache_config, "cache_dtype", "int8_per_token_head")
@@ -48,3 +55,28 @@ def test_policies_with_a_check_layer_need_an_engine_without_lora(tiny: Any) -> N
     check_lora_policy(lora, BlendSettings(policy="ahead*static"))
     with pytest.raises(ValueError, match="an engine with LoRA can choose rows before layer 0 only"):
         check_lora_policy(lora, BlendSettings(policy="hkvd"))
+
+
+@pytest.mark.covers("{feature}", refused=True)
+@pytest.mark.parametrize(
+    ("feature", "part", "changes"),
+    [
+        ("context parallelism", "parallel_config", {"prefill_context_parallel_size": 2}),
+        ("context parallelism", "parallel_config", {"decode_context_parallel_size": 2}),
+        ("dual-batch overlap", "parallel_config", {"enable_dbo": True}),
+        ("pooling models", "model_config", {"runner_type": "pooling"}),
+        (
+            "speculative decoding with a draft model",
+            "",
+            {"speculative_config": SimpleNamespace(method="eagle")},
+        ),
+    ],
+)
+def test_what_is_refused_everywhere(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, feature: str, part: str, changes: dict[str, Any]
+) -> None:
+    config = EngineArgs(model=str(tiny("llama")), enforce_eager=True).create_engine_config()
+    assert why_unsupported(config) is None
+    for name, value in changes.items():
+        monkeypatch.setattr(getattr(config, part) if part else config, name, value)
+    assert f"blending does not support {feature}" in str(why_unsupported(config))

@@ -92,6 +92,7 @@ def check_identities(engine: Engine) -> None:
     assert relative_error(torch.cat(seen), logits[:1]) > 0.05
 
 
+@pytest.mark.covers("rows chosen before the step", backend="CPU_ATTN", family="{engine}")
 def test_exact_kv_at_any_rows_is_full_prefill(engine: Engine) -> None:
     check_identities(engine)
 
@@ -116,6 +117,7 @@ def test_which_layers_have_rope(engine: Engine) -> None:
     assert found == list(engine.nope)  # type: ignore[attr-defined]
 
 
+@pytest.mark.covers("torch.compile", backend="CPU_ATTN", family="{family}")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "mixtral"])
 @needs_compiler
 def test_compiled(family: str) -> None:

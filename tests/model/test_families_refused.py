@@ -12,6 +12,7 @@ CANNOT = [name for name, row in FAMILIES.items() if row.refused]
 REFUSALS = ("opt", "bloom", "deepseek_v2", "mamba", "jamba", "hunyuan")
 
 
+@pytest.mark.covers("rows chosen before the step", backend="CPU_ATTN", family="{family}", refused=True)
 @pytest.mark.parametrize(
     "family", [n if n in REFUSALS else pytest.param(n, marks=pytest.mark.slow) for n in CANNOT]
 )

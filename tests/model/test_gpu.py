@@ -169,6 +169,9 @@ def test_the_parts_are_those_that_these_tests_are_about(engine: Engine, kind: tu
     assert engine.model.blending.kv_shape.dtype == getattr(torch, dtype)
 
 
+@pytest.mark.covers("rows chosen before the step", backend="{kind[0]}", family="smollm2")
+@pytest.mark.covers("rows chosen at a check layer", backend="{kind[0]}", family="smollm2")
+@pytest.mark.covers("torch.compile", backend="{kind[0]}", family="smollm2")
 @pytest.mark.parametrize("policy", ["hkvd", "random", "ahead*static"])
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.16, 0.5, 1.0])
 def test_exact_kv_reproduces_full_prefill(
@@ -259,6 +262,7 @@ def test_gradual_filtering(
     assert distance(found, exact) < 2 * rounding
 
 
+@pytest.mark.covers("mixed batches", backend="{kind[0]}", family="smollm2")
 def test_blended_requests_in_one_batch_answer_as_alone(
     engine: Engine, chunks: list[list[int]], question: list[int]
 ) -> None:
@@ -269,6 +273,7 @@ def test_blended_requests_in_one_batch_answer_as_alone(
     assert [together[0], together[2]] == alone
 
 
+@pytest.mark.covers("CUDA graphs of blended steps", backend="{kind[0]}", family="smollm2")
 @pytest.mark.parametrize("policy", ["static", "ahead*static"])
 def test_rows_replay_graphs(
     engine: Engine,
@@ -383,6 +388,7 @@ def test_stored_kv_may_lie_anywhere(
         scheduler.max_num_scheduled_tokens = before
 
 
+@pytest.mark.covers("chunked prefill", backend="{kind[0]}", family="smollm2")
 def test_windows_of_a_chunked_prefill(
     engine: Engine, prompts: list[list[int]], question: list[int], exact: torch.Tensor, rounding: float
 ) -> None:

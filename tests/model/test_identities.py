@@ -29,6 +29,7 @@ def full(engine: Engine, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     return engine.run(prompt)
 
 
+@pytest.mark.covers("rows chosen at a check layer", backend="CPU_ATTN", family="{engine}")
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_exact_kv_reproduces_full_prefill(
     engine: Engine,

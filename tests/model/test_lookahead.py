@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_blend.attention import paged
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
 from vllm_blend.core.step import BlendStep, StepRequest
@@ -225,13 +225,13 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
         calls.append((query, key_cache, table.tolist(), last_keys.tolist(), more))
         total += 1 + torch.arange(len(total))
 
-    fake = ModuleType("vllm_blend.ops.received_attention")
-    fake.__dict__["run"] = kernel
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(paged, "received_attention", kernel)
     sinks, cache = torch.zeros(HEADS), torch.zeros(9, 16, KV_HEADS, SIZE)
-    impl = SimpleNamespace(
+    impl: Any = paged.PagedFuse()
+    impl.__dict__.update(
         blend=SimpleNamespace(index=0),
         head_size=SIZE,
+        kv_cache_dtype="auto",
         scale=0.4,
         logits_soft_cap=30.0,
         sinks=sinks,

@@ -95,6 +95,7 @@ def test_adapters_change_the_answer(
         assert relative_error(logits[one], logits[other]) > 0.05
 
 
+@pytest.mark.covers("LoRA", backend="CPU_ATTN", family="llama")
 @pytest.mark.parametrize("ratio", [0.0, 0.16, 0.5])
 def test_exact_kv_in_one_batch_is_full_prefill_with_each_adapter(
     engine: Engine,
@@ -152,6 +153,7 @@ def test_blended_requests_in_one_batch_answer_as_each_alone(
         assert relative_error(logits[index], of_first[0]) < 1e-4
 
 
+@pytest.mark.covers("LoRA", backend="CPU_ATTN", family="llama")
 @pytest.mark.parametrize(("kv_of", "asked"), [(0, 1), (1, 0), (1, 2)])
 def test_kv_of_another_adapter_is_refused(
     engine: Engine,

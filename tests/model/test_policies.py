@@ -287,6 +287,7 @@ def test_policies_of_both_kinds_share_a_step(
 # --- identities ----------------------------------------------------------------------------------
 
 
+@pytest.mark.covers("all policies", backend="CPU_ATTN", family="{engine}")
 @pytest.mark.parametrize("policy", NAMES)
 def test_exact_kv_reproduces_full_prefill(engine: Engine, prompt: list[int], policy: str) -> None:
     plan = BlendPlan(spans_of(engine.collect(prompt)), chosen_by(policy))
@@ -387,6 +388,7 @@ class windows_of:
         self.scheduler.max_num_scheduled_tokens = self.before
 
 
+@pytest.mark.covers("chunked prefill", backend="CPU_ATTN", family="{engine}")
 @pytest.mark.parametrize("policy", ["static", "ahead"])
 def test_windows_blend_as_the_whole_does(
     engine: Engine, prompt: list[int], choices: list[Choice], policy: str

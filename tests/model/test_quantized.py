@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
-from quantize import int4_model, int8_model
+from quantize import FORMATS
 
 LENGTH, QUESTION = 420, 12
 
@@ -33,6 +33,8 @@ def last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 # --- the paged cache in fp8 -------------------------------------------------------------------------
 
+KINDS = {"fp8 (e4m3)": "fp8", "fp8 (e5m2)": "fp8_e5m2"}
+
 needs_avx512 = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
 )
@@ -44,10 +46,11 @@ def unrounded(folder: Path) -> torch.Tensor:
         return first_logits(engine)[1]
 
 
-@pytest.fixture(scope="module", params=["fp8", "fp8_e5m2"])
+@pytest.fixture(scope="module", params=KINDS)
 def fp8(request: pytest.FixtureRequest, unrounded: torch.Tensor, folder: Path) -> Iterator[Engine]:
     # prompts are prefilled in two windows
-    with make_engine(folder, kv_cache_dtype=request.param, max_num_batched_tokens=256) as engine:
+    kind = KINDS[request.param]
+    with make_engine(folder, kv_cache_dtype=kind, max_num_batched_tokens=256) as engine:
         yield engine
 
 
@@ -56,6 +59,7 @@ def test_a_cache_in_fp8_takes_a_byte_a_value(fp8: Engine) -> None:
     assert all(attn.kv_cache.dtype.itemsize == 1 for attn in fp8.model.blending.attns)
 
 
+@pytest.mark.covers("KV cache in {fp8}", backend="CPU_ATTN", family="llama")
 @needs_avx512
 @pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
 @pytest.mark.parametrize("ratio", [0.0, 0.16, 1.0])
@@ -83,15 +87,16 @@ def test_wrong_kv_over_a_cache_in_fp8_is_not(fp8: Engine, unrounded: torch.Tenso
 # --- weights ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[int4_model, int8_model], ids=["int4", "int8"])
+@pytest.fixture(scope="module", params=FORMATS)
 def weights(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    quantized = request.param(folder, tmp_path_factory.mktemp("quantized"))
+    quantized = FORMATS[request.param](folder, tmp_path_factory.mktemp("quantized"))
     with make_engine(quantized, dtype="bfloat16") as engine:
         yield engine
 
 
+@pytest.mark.covers("weights: {weights}", backend="CPU_ATTN", family="llama")
 @pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
 def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy: str) -> None:
     prompt, full = first_logits(weights)

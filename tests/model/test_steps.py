@@ -9,6 +9,7 @@ import torch
 from engines import Engine, plan_for, relative_error, run
 
 
+@pytest.mark.covers("mixed batches", backend="CPU_ATTN", family="llama")
 def test_mixed_batch_equals_each_request_alone(llama: Engine) -> None:
     ids = llama.ids
     work: list[tuple[list[int], Any]] = [
@@ -24,6 +25,7 @@ def test_mixed_batch_equals_each_request_alone(llama: Engine) -> None:
     assert together == alone
 
 
+@pytest.mark.covers("prefix caching", backend="CPU_ATTN", family="llama")
 def test_blended_blocks_are_not_found_by_exact_requests(llama: Engine) -> None:
     chunks, question = [llama.ids(300, 21), llama.ids(200, 22)], llama.ids(9, 23)
     prompt = sum(chunks, []) + question
@@ -55,6 +57,7 @@ def test_collecting_sees_the_whole_prompt_despite_the_prefix_cache(llama: Engine
         assert relative_error(layer[1], other[1]) < 1e-5
 
 
+@pytest.mark.covers("several answers (n > 1)", backend="CPU_ATTN", family="llama")
 def test_several_answers_of_one_blended_prompt(llama: Engine) -> None:
     from vllm import SamplingParams
 

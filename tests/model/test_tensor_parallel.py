@@ -88,10 +88,12 @@ def answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     return run(model, tmp_path_factory.mktemp("answers"), dtype="float32", enforce_eager=True)
 
 
+@pytest.mark.covers("tensor parallelism", backend="CPU_ATTN", family="llama")
 def test_two_ranks_answer_as_one(answers: list[dict[str, Any]]) -> None:
     compare(answers)
 
 
+@pytest.mark.covers("tensor parallelism", backend="XFORMERS", family="llama")
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_answer_as_one(model: Path, tmp_path: Path) -> None:
@@ -100,6 +102,7 @@ def test_two_gpus_answer_as_one(model: Path, tmp_path: Path) -> None:
     assert answers[1]["replayed"] == answers[2]["replayed"]
 
 
+@pytest.mark.covers("tensor parallelism", backend="FLASH_ATTN", family="llama")
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_choose_the_same(model: Path, tmp_path: Path) -> None:

@@ -434,8 +434,14 @@ def test_asking_for_blending_where_it_cannot_be_stops_the_start(tiny: Any) -> No
 @pytest.mark.parametrize(
     ("variable", "value", "backend", "sentence"),
     [
-        ("VLLM_USE_RUST_FRONTEND", "1", "uni", "vLLM's Rust front end"),
-        ("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "ray", "vLLM's legacy Ray executor"),
+        pytest.param(
+            *("VLLM_USE_RUST_FRONTEND", "1", "uni", "vLLM's Rust front end"),
+            marks=pytest.mark.covers("vLLM's Rust front end", refused=True),
+        ),
+        pytest.param(
+            *("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0", "ray", "vLLM's legacy Ray executor"),
+            marks=pytest.mark.covers("vLLM's legacy Ray executor", refused=True),
+        ),
         ("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1", "ray", None),
         ("VLLM_USE_RUST_FRONTEND", "0", "uni", None),
     ],

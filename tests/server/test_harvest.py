@@ -56,6 +56,7 @@ def known(engine: Engine, prompt: list[int], span: list[int], context: tuple[int
     return scheduler(engine).blend_chunks.get(chunk) is not None
 
 
+@pytest.mark.covers("server: chunks kept from requests (harvest)", backend="CPU_ATTN", family="llama")
 @pytest.mark.parametrize("engine", ["server", "cut"])
 def test_the_second_request_reuses_what_the_first_computed(
     engine: str, request: pytest.FixtureRequest

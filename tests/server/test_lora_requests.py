@@ -63,6 +63,7 @@ def test_a_chunk_is_known_to_its_adapter_alone(server: Engine, adapters: list[An
         assert answer(first) == answer(second) == expected
 
 
+@pytest.mark.covers("LoRA", backend="CPU_ATTN", family="llama")
 def test_adapters_of_one_batch_answer_as_alone(server: Engine, adapters: list[Any]) -> None:
     prompt, spans = prompt_of(server, [4, 5])
     field = {"spans": spans, "policy": "random", "recomp_ratio": 0.2} | REPORT

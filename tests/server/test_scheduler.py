@@ -127,6 +127,7 @@ def test_the_plan_is_the_one_of_the_friendly_door(server: Engine) -> None:
     assert answer(by_field) == answer(by_hand)
 
 
+@pytest.mark.covers("prefix caching", backend="CPU_ATTN", family="llama")
 def test_exact_and_approximate_blocks_do_not_mix(server: Engine) -> None:
     block = scheduler(server)._block_size
     prompt, spans = prompt_of(server, [4, 5, 6], head=block + 40)
@@ -214,6 +215,7 @@ def test_text_that_comes_back_elsewhere_becomes_a_chunk(server: Engine) -> None:
     assert report(found)["reused_tokens"] == 90
 
 
+@pytest.mark.covers("server: chunks by request", backend="CPU_ATTN", family="llama")
 def test_blended_plain_and_missed_in_one_batch(server: Engine) -> None:
     prompts, fields = [], []
     for index in range(6):

@@ -175,6 +175,7 @@ def test_streams(client: openai.OpenAI, url: str) -> None:
     assert "".join(pieces) == whole
 
 
+@pytest.mark.covers("server: HTTP, 16 clients", backend="CPU_ATTN", family="smollm2")
 def test_sixteen_clients(client: openai.OpenAI, url: str, stock: list[str]) -> None:
     """Plain answers are stock vLLM's, blended ones those of the same request alone."""
     numbers = [1, 2, 3, 4]

@@ -29,6 +29,7 @@ def ask(engine: Engine, seeds: list[int]) -> tuple[list[int], dict[str, Any]]:
     return answer(output), report(output)
 
 
+@pytest.mark.covers("server: chunks in store tiers", backend="FLASH_ATTN", family="smollm2")
 @pytest.mark.parametrize("eager", [True, False])
 def test_chunks_are_found_wherever_they_lie(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool

@@ -96,6 +96,7 @@ def ask(
     return answer(output), report(output)
 
 
+@pytest.mark.covers("server: chunks in store tiers", backend="CPU_ATTN", family="llama")
 def test_a_started_server_finds_what_one_before_it_computed(started: Engine, written: Written) -> None:
     first, told = ask(started, written, 0)
     assert (told["reused_tokens"], told["loaded_chunks"], told["missed_chunks"]) == (300, 3, 0)

@@ -21,6 +21,7 @@ from vllm_blend.attention.paged import PagedFuse
 from vllm_blend.compat.cuda import flash_attention_3
 from vllm_blend.ops import sparse_attention_kernel as sparse
 from vllm_blend.ops import sparse_attention_tiles as tiling
+from vllm_blend.ops.fp8 import FP8
 
 
 @dataclass
@@ -65,11 +66,12 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
                 output_scale,
                 output_block_scale,
             )
-        self.attend(query, kv_cache, attn_metadata, output)
+        self.attend(layer, query, kv_cache, attn_metadata, output)
         return output
 
     def attend(
         self,
+        layer: Any,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: FlashAttentionBlendMetadata,
@@ -83,6 +85,9 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
         key_cache, value_cache = self.caches(kv_cache)
         place = (metadata.positions, metadata.query_start_loc, metadata.block_table)
         tiles, softcap, sinks = metadata.tiles, self.logits_soft_cap, self.sinks
+        scales = self.scales(layer)
+        if query.dtype == FP8:  # vLLM's layer has quantized it
+            scales["q_scale"] = layer._q_scale
         if tiles is None:
             window = self.sliding_window[0] + 1  # (-1, -1) is none
             shape = tiling.choose_tiles(query, self.num_kv_heads)
@@ -97,11 +102,20 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
                 shape,
                 softcap=softcap,
                 sinks=sinks,
+                **scales,
             )
             return
         max_seq_len = metadata.block_table.shape[1] * key_cache.shape[1]  # a bound is enough
         lse = flash_attention_3(
-            query, key_cache, value_cache, output, tiles, max_seq_len, self.scale, softcap
+            query,
+            key_cache,
+            value_cache,
+            output,
+            tiles,
+            max_seq_len,
+            self.scale,
+            softcap,
+            tuple(scales.get(name) for name in ("q_scale", "k_scale", "v_scale")),
         )
         sparse.launch(
             query,
@@ -115,6 +129,7 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
             lse,
             softcap=softcap,
             sinks=sinks,
+            **scales,
         )
 
     @staticmethod

@@ -8,6 +8,8 @@ import torch
 
 from vllm_blend.attention.base import BlendAttention, Fusion, StoredSegments
 from vllm_blend.ops import segment_scatter, shift_scatter
+from vllm_blend.ops.fp8 import FP8
+from vllm_blend.ops.received_attention import run as received_attention
 from vllm_blend.ops.segment_scatter import SegmentTables
 
 NUM_PROGRAMS = 132
@@ -16,9 +18,12 @@ NUM_PROGRAMS = 132
 
 class PagedFuse(BlendAttention):
     """Mixin for an ``AttentionImpl`` whose cache is
-    ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, in any physical order."""
+    ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, in any physical order; of the model's
+    type, or bytes that are e4m3."""
 
     head_size: int
+    scale: float
+    kv_cache_dtype: str
     fuses_segments = True
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
@@ -29,7 +34,7 @@ class PagedFuse(BlendAttention):
         rotation = self.blend.rotation
         if isinstance(fusion.old_kv, StoredSegments):
             segments = fusion.old_kv
-            self.fuse_segments(kv_cache, segments.tables, segments.layer, segments.slot_mapping)
+            self.fuse_segments(layer, kv_cache, segments.tables, segments.layer, segments.slot_mapping)
             return None
         k, v = fusion.old_kv
         shift_scatter.launch(
@@ -41,32 +46,85 @@ class PagedFuse(BlendAttention):
             key_cache,
             value_cache,
             rotation.is_neox_style,
+            **self.scales(layer),
         )
         return None
 
     def fuse_segments(
-        self, kv_cache: torch.Tensor, tables: SegmentTables, layer: int, slot_mapping: torch.Tensor
+        self,
+        layer: Any,
+        kv_cache: torch.Tensor,
+        tables: SegmentTables,
+        index: int,
+        slot_mapping: torch.Tensor,
     ) -> None:
-        """The same for ``StoredSegments``: what is launched depends on addresses alone."""
+        """The same for ``StoredSegments``, of the tables' layer ``index``: what is launched depends on
+        addresses alone."""
         key_cache, value_cache = self.caches(kv_cache)
         assert self.blend is not None
         rotation = self.blend.rotation
         segment_scatter.launch(
-            tables.addresses[layer],
+            tables.addresses[index],
             tables.segments,
-            tables.totals[layer],
+            tables.totals[index],
             slot_mapping,
             rotation.table,
             key_cache,
             value_cache,
             rotation.is_neox_style,
             NUM_PROGRAMS,
+            layer.dtype,
+            **self.scales(layer),
         )
+
+    def receive(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        block_table: torch.Tensor,
+        last_keys: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> None:
+        """Adds to ``scores`` what some queries give to each key of their request.
+
+        Args:
+            query: ``[num_rows, num_heads, head_size]``.
+            rows: which of them, ``[num_queries]``.
+            block_table, last_keys, scores: ``ops/received_attention.py``'s.
+        """
+        key_cache, _ = self.caches(layer.kv_cache)
+        scales = self.scales(layer)
+        scales.pop("v_scale", None)
+        # bytes: index_select need not know their type
+        asked = query.view(torch.uint8).index_select(0, rows).view(query.dtype)
+        if query.dtype == FP8:
+            scales["q_scale"] = layer._q_scale
+        received_attention(
+            asked,
+            key_cache,
+            block_table,
+            last_keys,
+            scores,
+            scale=self.scale,
+            sliding_window=layer.sliding_window or 0,
+            softcap=getattr(self, "logits_soft_cap", None) or 0.0,
+            sinks=getattr(self, "sinks", None),
+            **scales,
+        )
+
+    def scales(self, layer: Any) -> dict[str, torch.Tensor]:
+        """Those of a layer's K and V where its cache is in e4m3, else none."""
+        if not self.kv_cache_dtype.startswith("fp8"):
+            return {}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
     def caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
         if getattr(self, "_viewed", None) is not kv_cache:  # views cost the host 10 us a layer
             self._viewed = kv_cache
+            if self.kv_cache_dtype.startswith("fp8"):
+                kv_cache = kv_cache.view(FP8)
             self._views = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         key_cache, value_cache = self._views
         return key_cache, value_cache

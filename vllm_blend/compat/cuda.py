@@ -102,6 +102,7 @@ def flash_attention_3(
     max_seq_len: int,
     scale: float,
     softcap: float = 0.0,
+    scales: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> torch.Tensor:
     """FlashAttention 3 of each tile over the keys that all its rows see, into ``out``; without sinks.
 
@@ -110,11 +111,13 @@ def flash_attention_3(
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``.
         max_seq_len: a bound on the tiles' keys.
         softcap: bound of the logits; 0: none.
+        scales: of query, K and V in e4m3, each of all heads or one a KV head.
 
     Returns:
         Log of the sum of exponentials, ``[num_heads, num_rows]`` float32.
     """
     none = (None, None, None)
+    of_tiles = (tiles.query_lens.shape[0], key_cache.shape[2])
     _, lse, _, _ = torch.ops._vllm_fa3_C.fwd(
         query,
         key_cache,
@@ -132,7 +135,7 @@ def flash_attention_3(
         None,  # index of each request in the cache
         None,  # left padding
         *none,  # cosines, sines and starts of a rotation
-        *none,  # scales of fp8
+        *(None if one is None else one.expand(of_tiles) for one in scales),
         scale,
         False,  # causal
         -1,  # keys to the left

@@ -266,6 +266,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
         *each(
             "v1.attention.backends.flash_attn",
             "FlashAttentionImpl",
+            "kv_cache_dtype",
             "vllm_flash_attn_version",
             "sliding_window",
             "logits_soft_cap",

@@ -36,8 +36,6 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
         "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
-        "LoRA on a GPU (on a CPU it is supported)": vllm_config.lora_config is not None
-        and device_type != "cpu",
         "speculative decoding with a draft model (EAGLE, MTP)": speculative is not None
         and speculative.method not in ("ngram", "suffix"),
         "vLLM's legacy Ray executor, whose workers skip what blending wraps "
@@ -55,8 +53,8 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "ada_rms_norm_t_cond": bool(getattr(config, "ada_rms_norm_t_cond", False)),
         "bidirectional attention (is_causal=False)": not getattr(config, "is_causal", True),
         f"kv_cache_dtype {cache_dtype}": cache_dtype not in (*CACHE_DTYPES, *FP8_CACHE_DTYPES),
-        f"kv_cache_dtype {cache_dtype} on a GPU (on a CPU it is supported)": cache_dtype
-        in FP8_CACHE_DTYPES
+        f"kv_cache_dtype {cache_dtype} on a GPU (fp8_e4m3 is supported there)": cache_dtype
+        == "fp8_e5m2"
         and device_type != "cpu",
     } | graph_reasons(vllm_config)
     found = [reason for reason, there in reasons.items() if there]

@@ -115,7 +115,7 @@ class Capture:
             self._begin()
         index = impl.blend.index
         slots = self._places.groups[index].all_slots
-        impl.fuse_segments(layer.kv_cache, self._places.tables, index, slots)
+        impl.fuse_segments(layer, layer.kv_cache, self._places.tables, index, slots)
 
     def end_after(self, layer: int) -> None:
         """All layers are captured."""

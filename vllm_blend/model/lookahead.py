@@ -94,26 +94,14 @@ class Questions:
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
     ) -> None:
         query = query.view(len(query), -1, impl.head_size)
-        softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
-        window = layer.sliding_window or 0
-        if hasattr(impl, "caches"):
-            from vllm_blend.ops.received_attention import run as received_attention  # needs Triton
-
-            key_cache, _ = impl.caches(layer.kv_cache)
+        if hasattr(impl, "receive"):  # over the paged cache
             block_table = self._frame.stock_metadata(layer).block_table
             for asked in self._asked:
-                received_attention(
-                    query.index_select(0, asked.rows),
-                    key_cache,
-                    block_table[asked.index],
-                    asked.last_keys,
-                    asked.total,
-                    scale=impl.scale,
-                    sliding_window=window,
-                    softcap=softcap,
-                    sinks=sinks,
-                )
+                table = block_table[asked.index]
+                impl.receive(layer, query, asked.rows, table, asked.last_keys, asked.total)
             return
+        softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
+        window = layer.sliding_window or 0
         start = 0
         for asked in self._asked:
             request, own = asked.request, slice(asked.first, asked.first + asked.count)

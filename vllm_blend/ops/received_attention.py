@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_blend.ops.fp8 import FP8, cache_types, check_scales, widen_oracle
 from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
 from vllm_blend.ops.received_attention_kernel import MAX_QUERIES, launch
 from vllm_blend.ops.sparse_attention import check_logits, check_window, weights_oracle
@@ -20,6 +21,8 @@ def received_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> None:
     """Adds to ``scores`` the queries' attention to each key, summed over queries and heads.
 
@@ -41,17 +44,20 @@ def received_attention(
             be any that exist.
         softcap: bound of the logits; 0: none.
         sinks: logits, neither scaled nor capped, ``[num_heads]``, any float type.
+        q_scale, k_scale: of a query and a cache in e4m3, ``[1]`` or ``[num_kv_heads]`` float32.
         scores: ``[max_num_keys]`` float32, contiguous; keys that no query sees are left as they are.
 
     Raises:
         ValueError: names the argument that does not fit.
     """
-    check("query", query, ("num_queries", "num_heads", "head_size"), FLOATS, query)
+    query_types = FLOATS if q_scale is None else (FP8,)
+    check("query", query, ("num_queries", "num_heads", "head_size"), query_types, query)
     num_queries, num_heads, head_size = query.shape
     if num_queries > MAX_QUERIES:
         raise ValueError(f"query has {num_queries} rows; allowed: up to {MAX_QUERIES}")
     cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_size)
-    check("key_cache", key_cache, cache_shape, (query.dtype,), query)
+    check("key_cache", key_cache, cache_shape, cache_types(query.dtype, k_scale), query)
+    check_scales(key_cache.shape[2], query, q_scale=q_scale, k_scale=k_scale)
     if num_heads % key_cache.shape[2]:
         raise ValueError(
             f"query has {num_heads} heads, which {key_cache.shape[2]} KV heads do not divide"
@@ -70,7 +76,17 @@ def received_attention(
     ):
         check_inner_stride(name, tensor)
     torch.ops.vllm_blend.received_attention(
-        query, key_cache, block_table, last_keys, scores, scale, sliding_window, softcap, sinks
+        query,
+        key_cache,
+        block_table,
+        last_keys,
+        scores,
+        scale,
+        sliding_window,
+        softcap,
+        sinks,
+        q_scale,
+        k_scale,
     )
 
 
@@ -85,6 +101,8 @@ def received_attention_oracle(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> None:
     """The same in plain PyTorch, computed in the type of ``scores``; waits for the device."""
     real = last_keys >= 0
@@ -94,8 +112,8 @@ def received_attention_oracle(
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_keys = int(last_keys.max()) + 1
     blocks = block_table[: -(-num_keys // block_size)].long()
-    k = key_cache[blocks].flatten(0, 1)[:num_keys].to(scores.dtype)
-    q = query.to(scores.dtype).unflatten(1, (num_kv_heads, -1))
+    k = widen_oracle(key_cache[blocks].flatten(0, 1)[:num_keys], k_scale, scores.dtype)
+    q = widen_oracle(query, q_scale, scores.dtype).unflatten(1, (num_kv_heads, -1))
     keys = torch.arange(num_keys, device=query.device)
     seen = keys <= last_keys[:, None]
     if sliding_window:
@@ -114,6 +132,8 @@ def run(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> None:
     """``received_attention`` without checks, for callers that made the tensors themselves."""
     if query.shape[0] == 0 or scores.shape[0] == 0:
@@ -129,12 +149,14 @@ def run(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
+        q_scale=q_scale,
+        k_scale=k_scale,
     )
 
 
 register(
     "received_attention(Tensor query, Tensor key_cache, Tensor block_table, Tensor last_keys, "
     "Tensor(a!) scores, float scale, int sliding_window=0, float softcap=0.0, "
-    "Tensor? sinks=None) -> ()",
+    "Tensor? sinks=None, Tensor? q_scale=None, Tensor? k_scale=None) -> ()",
     run,
 )

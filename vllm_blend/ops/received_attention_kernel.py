@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_blend.ops.fp8 import scale_stride
 from vllm_blend.ops.library import INTERPRETED
-from vllm_blend.ops.sparse_attention_kernel import dot_keys, logit_scales
+from vllm_blend.ops.paged_products import dot_keys, logit_scales, scale_logits, widen_query
 from vllm_blend.ops.sparse_attention_tiles import Tiles
 
 MAX_QUERIES = 32
@@ -59,7 +60,7 @@ def _load_rows(
     last = tl.load(last_keys + index, mask=index < num_queries, other=-1).to(tl.int32)
     at = index.to(tl.int64)[:, None] * q_stride_row + head[:, None] * q_stride_head + dim[None, :]
     q = tl.load(query + at, mask=(last >= 0)[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
-    return q, head, last
+    return widen_query(q), head, last
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def _scores(
 # what changes from call to call is not compiled in
 @triton.jit(
     do_not_specialize=["num_queries", "num_tiles"],
-    do_not_specialize_on_alignment=["block_table", "last_keys"],
+    do_not_specialize_on_alignment=["block_table", "last_keys", "q_scale", "k_scale"],
 )
 def _lse_kernel(
     query,  # [num_queries, num_heads, head_size]
@@ -107,6 +108,8 @@ def _lse_kernel(
     block_table,  # [max_num_blocks]
     last_keys,  # [num_queries]
     lse,  # [num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
+    q_scale,  # [1] or [num_kv_heads]; only with QUERY_STRIDE >= 0
+    k_scale,  # the same, only with QUANTIZED
     scale_log2,  # logit_scales(scale, softcap)
     cap_scale,
     num_queries,
@@ -122,6 +125,9 @@ def _lse_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # whether there is one
+    QUANTIZED: tl.constexpr,  # whether the cache is in e4m3
+    QUERY_STRIDE: tl.constexpr,  # -1: queries are not
+    SCALE_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,6 +146,10 @@ def _lse_kernel(
         query, last_keys, num_queries, kv_head, part % num_tiles, q_stride_row, q_stride_head,
         GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
     )  # fmt: skip
+    if QUANTIZED:
+        scale_log2, cap_scale = scale_logits(
+            scale_log2, cap_scale, q_scale, k_scale, kv_head, QUERY_STRIDE, SCALE_STRIDE, SOFTCAP
+        )
     begin, end = _seen_keys(last_keys, num_queries, MAX_QUERIES, WINDOW)
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -163,7 +173,7 @@ def _lse_kernel(
 
 @triton.jit(
     do_not_specialize=["num_queries", "num_tiles", "max_num_keys"],
-    do_not_specialize_on_alignment=["block_table", "last_keys"],
+    do_not_specialize_on_alignment=["block_table", "last_keys", "q_scale", "k_scale"],
 )
 def _received_kernel(
     query,  # [num_queries, num_heads, head_size]
@@ -173,6 +183,8 @@ def _received_kernel(
     lse,  # [num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
     received,  # [num_kv_heads * num_tiles, max_num_keys]
     sinks,  # [num_heads]; only with HAS_SINKS
+    q_scale,  # [1] or [num_kv_heads]; only with QUERY_STRIDE >= 0
+    k_scale,  # the same, only with QUANTIZED
     scale_log2,  # logit_scales(scale, softcap)
     cap_scale,
     num_queries,
@@ -190,6 +202,9 @@ def _received_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # whether there is one
     HAS_SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,  # whether the cache is in e4m3
+    QUERY_STRIDE: tl.constexpr,  # -1: queries are not
+    SCALE_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -207,6 +222,10 @@ def _received_kernel(
         query, last_keys, num_queries, kv_head, part % num_tiles, q_stride_row, q_stride_head,
         GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
     )  # fmt: skip
+    if QUANTIZED:
+        scale_log2, cap_scale = scale_logits(
+            scale_log2, cap_scale, q_scale, k_scale, kv_head, QUERY_STRIDE, SCALE_STRIDE, SOFTCAP
+        )
     begin, end = _seen_keys(last_keys, num_queries, MAX_QUERIES, WINDOW)
     at = (part * SPLITS + tl.arange(0, SPLITS))[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     of_splits = tl.load(lse + at)
@@ -304,6 +323,8 @@ def launch(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> None:
     """Launches the kernels; arguments as ``received_attention``'s, unchecked, none of them empty."""
     num_queries, num_heads, head_size = query.shape
@@ -317,7 +338,8 @@ def launch(
     lse = torch.empty(num_parts, splits, tiles.block_m, dtype=torch.float32, device=query.device)
     received = torch.empty(num_parts, max_num_keys, dtype=torch.float32, device=query.device)
     place = (query, key_cache, block_table, last_keys, lse)
-    numbers = (*logit_scales(scale, softcap), num_queries, num_tiles)
+    scales = (lse if one is None else one for one in (q_scale, k_scale))
+    numbers = (*scales, *logit_scales(scale, softcap), num_queries, num_tiles)
     strides = (query.stride(0), query.stride(1), *key_cache.stride()[:3])
     constants = dict(
         MAX_QUERIES=MAX_QUERIES,
@@ -326,6 +348,9 @@ def launch(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         SOFTCAP=softcap > 0,
+        QUANTIZED=k_scale is not None,
+        QUERY_STRIDE=-1 if q_scale is None else scale_stride(q_scale),
+        SCALE_STRIDE=scale_stride(k_scale),
         SPLITS=splits,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,

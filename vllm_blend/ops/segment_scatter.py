@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton
+import triton.language as tl
 
+from vllm_blend.ops.fp8 import FP8, check_scales, scale_stride
 from vllm_blend.ops.library import (
     FLOATS,
     check,
@@ -31,6 +33,12 @@ from vllm_blend.ops.shift_scatter import shift_scatter_oracle
 
 UNIT_TOKENS = 8
 """Tokens of a unit of work: 32 KiB of K and V to have in flight with 8 heads of 128 in 16 bits."""
+
+TRITON_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
 
 ALIGNMENT = 16
 """Bytes that a segment's addresses are multiples of: the widest load."""
@@ -146,11 +154,15 @@ def segment_scatter(
     *,
     is_neox_style: bool = True,
     num_programs: int = 16,
+    stored_dtype: torch.dtype | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Writes the segments' K, rotated to its place, and V to the paged cache.
 
     A segment is contiguous rows ``[count, num_kv_heads, head_size]`` of K, and the same of V, of the
-    caches' type. The first three arguments are of ``SegmentTables``, which checks what is in them.
+    caches' type unless those are in e4m3. The first three arguments are of ``SegmentTables``, which
+    checks what is in them.
 
     Args:
         addresses: byte addresses of the first K and first V element, ``[num_segments_max, 2]`` int64:
@@ -165,12 +177,19 @@ def segment_scatter(
         is_neox_style: pairs are ``(d, d + rotary_dim / 2)``; else (GPT-J) ``(2 d, 2 d + 1)``.
         num_programs: the launch's size. 8 to 16 fill PCIe, and leave the other multiprocessors to
             other kernels; KV in GPU memory takes all of them.
+        stored_dtype: of the segments; None: the caches'.
+        k_scale, v_scale: of caches in e4m3, ``[1]`` or ``[num_kv_heads]`` float32.
 
     Raises:
         ValueError: names the argument that does not fit.
     """
-    check("key_cache", key_cache, ("num_blocks", "block_size", "num_kv_heads", "head_size"), FLOATS)
+    types = FLOATS if k_scale is None else (FP8,)
+    check("key_cache", key_cache, ("num_blocks", "block_size", "num_kv_heads", "head_size"), types)
     cache = key_cache
+    stored_dtype = stored_dtype or cache.dtype
+    if stored_dtype not in (FLOATS if cache.dtype == FP8 else (cache.dtype,)):
+        raise ValueError(f"stored_dtype is {stored_dtype}; the caches are {cache.dtype}")
+    check_scales(cache.shape[2], cache, k_scale=k_scale, v_scale=v_scale)
     check("value_cache", value_cache, tuple(cache.shape), (cache.dtype,), cache)
     check("addresses", addresses, ("num_segments_max", 2), (torch.int64,), cache)
     check("segments", segments, (addresses.shape[0], 4), (torch.int32,), cache)
@@ -192,7 +211,7 @@ def segment_scatter(
     ):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
-    if cache.shape[3] * cache.element_size() % ALIGNMENT:
+    if cache.shape[3] * stored_dtype.itemsize % ALIGNMENT:
         raise ValueError(f"head_size is {cache.shape[3]}; rows must be multiples of {ALIGNMENT} bytes")
     if num_programs < 1:
         raise ValueError(f"num_programs is {num_programs}; expected at least 1")
@@ -206,6 +225,9 @@ def segment_scatter(
         value_cache,
         is_neox_style,
         num_programs,
+        stored_dtype,
+        k_scale,
+        v_scale,
     )
 
 
@@ -217,6 +239,8 @@ def segment_scatter_oracle(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     is_neox_style: bool = True,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """The same in plain PyTorch, from tensors; caches may be fp32 to see the exact result.
 
@@ -229,8 +253,9 @@ def segment_scatter_oracle(
         positions = torch.arange(first_position, first_position + count, device=device)
         slots = slot_mapping[first_row : first_row + count]
         k, v = k.to(device), v.to(device)
+        caches = (key_cache, value_cache)
         shift_scatter_oracle(
-            k, v, positions, slots, cos_sin_cache, key_cache, value_cache, is_neox_style
+            k, v, positions, slots, cos_sin_cache, *caches, is_neox_style, k_scale, v_scale
         )
 
 
@@ -244,12 +269,15 @@ def launch(
     value_cache: torch.Tensor,
     is_neox_style: bool,
     num_programs: int,
+    stored_dtype: torch.dtype | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """``segment_scatter`` without checks, for callers that made the tensors themselves."""
     num_segments_max = segments.shape[0]
     if num_segments_max == 0:
         return
-    if use_cuda(key_cache):
+    if use_cuda(key_cache) and k_scale is None:
         torch.ops.vllm_blend_C.segment_scatter.default(
             addresses,
             segments,
@@ -265,19 +293,21 @@ def launch(
         return
     _, block_size, num_heads, head_size = key_cache.shape
     rotary_dim = cos_sin_cache.shape[1]
+    dtype = stored_dtype or key_cache.dtype
     if not use_triton(key_cache):
-        num_segments, dtype = int(totals[0]), key_cache.dtype
+        num_segments = int(totals[0])
         table = segments[:num_segments, :3].tolist()
         stored = [
             (_at(k, (count, num_heads, head_size), dtype), _at(v, (count, num_heads, head_size), dtype))
             for (k, v), (count, _, _) in zip(addresses.tolist(), table, strict=False)
         ]
+        caches = (key_cache, value_cache)
         segment_scatter_oracle(
-            stored, table, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+            stored, table, slot_mapping, cos_sin_cache, *caches, is_neox_style, k_scale, v_scale
         )
         return
     # half of the bytes in flight are K's: 16 KiB of them at most, 64 bytes of K and V for a thread
-    row_bytes = UNIT_TOKENS * triton.next_power_of_2(head_size) * key_cache.element_size()
+    row_bytes = UNIT_TOKENS * triton.next_power_of_2(head_size) * dtype.itemsize
     heads = max(1, min(triton.next_power_of_2(num_heads), 16384 // row_bytes))
     segment_scatter_kernel[(num_programs,)](
         addresses,
@@ -285,6 +315,8 @@ def launch(
         totals,
         slot_mapping,
         cos_sin_cache,
+        key_cache if k_scale is None else k_scale,
+        value_cache if v_scale is None else v_scale,
         key_cache,
         value_cache,
         cos_sin_cache.stride(0),
@@ -301,6 +333,9 @@ def launch(
         BLOCK_PASS=triton.next_power_of_2(head_size - rotary_dim) if head_size > rotary_dim else 0,
         BLOCK_D=triton.next_power_of_2(head_size),
         LOG_SEGMENTS=(num_segments_max - 1).bit_length(),
+        STORED=TRITON_TYPES[dtype],
+        QUANTIZED=k_scale is not None,
+        SCALE_STRIDE=scale_stride(k_scale),
         num_warps=16,
     )
 
@@ -317,6 +352,7 @@ def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
 register(
     "segment_scatter(Tensor addresses, Tensor segments, Tensor totals, Tensor slot_mapping, "
     "Tensor cos_sin_cache, Tensor(a!) key_cache, Tensor(b!) value_cache, bool is_neox_style, "
-    "int num_programs) -> ()",
+    "int num_programs, ScalarType? stored_dtype=None, Tensor? k_scale=None, Tensor? v_scale=None) "
+    "-> ()",
     launch,
 )

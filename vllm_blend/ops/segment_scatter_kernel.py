@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_blend.ops.fp8 import to_e4m3
+
 
 @triton.jit
 def segment_scatter_kernel(
@@ -16,6 +18,8 @@ def segment_scatter_kernel(
     totals,  # [2]
     slot_mapping,  # [num_rows_max]
     cos_sin_cache,  # [max_position, ROTARY_DIM]
+    k_scale,  # [1] or [num_kv_heads]; only with QUANTIZED
+    v_scale,
     key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
     value_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
     cos_stride,
@@ -36,8 +40,14 @@ def segment_scatter_kernel(
     BLOCK_PASS: tl.constexpr,  # power of two, at least HEAD_SIZE - ROTARY_DIM; 0 where that is 0
     BLOCK_D: tl.constexpr,  # power of two, at least HEAD_SIZE
     LOG_SEGMENTS: tl.constexpr,  # steps of the search for a unit's segment
+    STORED: tl.constexpr,  # type of the segments' K and V
+    QUANTIZED: tl.constexpr,  # whether the caches are in e4m3
+    SCALE_STRIDE: tl.constexpr,
 ):
     """``key_cache[slot] = rope(k, position)``, ``value_cache[slot] = v`` where ``slot >= 0``.
+
+    With QUANTIZED both are divided by their scales, K rounded to its own type before: as vLLM's layers
+    do, whose rotation ends in that type.
 
     Grid: ``(num_programs,)``, each taking every num_programs-th unit: UNIT_TOKENS consecutive tokens
     of one segment. A unit's rows are its pairs of token and head. All of its K and V (HEADS heads at a
@@ -62,8 +72,8 @@ def segment_scatter_kernel(
             high = tl.where(open & (first > unit), middle, high)
         count, first_position = tl.load(segments + low * 4), tl.load(segments + low * 4 + 1)
         first_row, first_unit = tl.load(segments + low * 4 + 2), tl.load(segments + low * 4 + 3)
-        k = tl.load(addresses + low * 2).to(key_cache.dtype, bitcast=False)
-        v = tl.load(addresses + low * 2 + 1).to(value_cache.dtype, bitcast=False)
+        k = tl.load(addresses + low * 2).to(tl.pointer_type(STORED), bitcast=False)
+        v = tl.load(addresses + low * 2 + 1).to(tl.pointer_type(STORED), bitcast=False)
         k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
 
         token = (unit - first_unit) * UNIT_TOKENS + row // HEADS
@@ -79,6 +89,9 @@ def segment_scatter_kernel(
             there = (slot >= 0) & (head < NUM_HEADS)
             start = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_SIZE
             target = (kc_row + head * kc_stride_head)[:, None]
+            if QUANTIZED:
+                ks = tl.load(k_scale + head * SCALE_STRIDE, mask=there, other=1.0)[:, None]
+                vs = tl.load(v_scale + head * SCALE_STRIDE, mask=there, other=1.0)[:, None]
             half_mask = there[:, None] & (half < ROTARY_DIM // 2)[None, :]
             pair_mask = there[:, None] & (pair < ROTARY_DIM)[None, :]
             rest = ROTARY_DIM + tl.arange(0, max(BLOCK_PASS, 1))
@@ -100,16 +113,23 @@ def segment_scatter_kernel(
 
             if IS_NEOX:
                 x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-                y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-                cache_type = key_cache.dtype.element_ty
-                tl.store(target + half[None, :], y1.to(cache_type), mask=half_mask)
-                tl.store(target + half[None, :] + ROTARY_DIM // 2, y2.to(cache_type), mask=half_mask)
+                y1, y2 = (x1 * cos - x2 * sin).to(STORED), (x2 * cos + x1 * sin).to(STORED)
+                if QUANTIZED:
+                    y1, y2 = to_e4m3(y1, ks), to_e4m3(y2, ks)
+                tl.store(target + half[None, :], y1, mask=half_mask)
+                tl.store(target + half[None, :] + ROTARY_DIM // 2, y2, mask=half_mask)
             else:
                 x = tl.reshape(x.to(tl.float32), [UNIT_TOKENS * HEADS, BLOCK_HALF, 2])
                 x1, x2 = tl.split(x)
                 x = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-                x = tl.reshape(x, [UNIT_TOKENS * HEADS, 2 * BLOCK_HALF])
-                tl.store(target + pair[None, :], x.to(key_cache.dtype.element_ty), mask=pair_mask)
+                x = tl.reshape(x, [UNIT_TOKENS * HEADS, 2 * BLOCK_HALF]).to(STORED)
+                if QUANTIZED:
+                    x = to_e4m3(x, ks)
+                tl.store(target + pair[None, :], x, mask=pair_mask)
+            if QUANTIZED:
+                v1, v2 = to_e4m3(v1, vs), to_e4m3(v2, vs)
+                if BLOCK_PASS > 0:
+                    passed = to_e4m3(passed, ks)
             if BLOCK_PASS > 0:
                 tl.store(target + rest[None, :], passed, mask=rest_mask)
             target = (vc_row + head * vc_stride_head)[:, None]

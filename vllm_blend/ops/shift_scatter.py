@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_blend.ops.fp8 import cache_types, check_scales, quantize_oracle, scale_stride, to_e4m3
 from vllm_blend.ops.library import (
     FLOATS,
     INTS,
@@ -31,6 +32,8 @@ def shift_scatter(
     value_cache: torch.Tensor,
     *,
     is_neox_style: bool = True,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Writes rotated K and V to the paged cache; reads stored KV once and leaves it as it is.
 
@@ -43,6 +46,7 @@ def shift_scatter(
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]``, any strides but
             a contiguous last dimension.
         is_neox_style: pairs are ``(d, d + rotary_dim / 2)``; else (GPT-J) ``(2 d, 2 d + 1)``.
+        k_scale, v_scale: of caches in e4m3, ``[1]`` or ``[num_kv_heads]`` float32.
 
     Raises:
         ValueError: names the argument that does not fit.
@@ -54,8 +58,10 @@ def shift_scatter(
     check("slot_mapping", slot_mapping, (num_tokens,), INTS, k)
     check("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), FLOATS, k)
     cache_shape = ("num_blocks", "block_size", num_heads, head_size)
-    check("key_cache", key_cache, cache_shape, (k.dtype,), k)
-    check("value_cache", value_cache, tuple(key_cache.shape), (k.dtype,), k)
+    types = cache_types(k.dtype, k_scale)
+    check("key_cache", key_cache, cache_shape, types, k)
+    check("value_cache", value_cache, tuple(key_cache.shape), types, k)
+    check_scales(num_heads, k, k_scale=k_scale, v_scale=v_scale)
     check_rotary_dim(cos_sin_cache, head_size)
     for name, tensor in (
         ("k", k),
@@ -65,8 +71,9 @@ def shift_scatter(
         ("value_cache", value_cache),
     ):
         check_inner_stride(name, tensor)
+    caches = (key_cache, value_cache)
     torch.ops.vllm_blend.shift_scatter(
-        k, v, positions, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+        k, v, positions, slot_mapping, cos_sin_cache, *caches, is_neox_style, k_scale, v_scale
     )
 
 
@@ -99,12 +106,16 @@ def shift_scatter_oracle(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     is_neox_style: bool = True,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """The same in plain PyTorch; caches may be fp32 to see the exact result."""
     there = slot_mapping >= 0
     block_size = key_cache.shape[1]
     block, offset = slot_mapping[there] // block_size, slot_mapping[there] % block_size
     rotated = rotate_oracle(k, positions, cos_sin_cache, is_neox_style)
+    if k_scale is not None and v_scale is not None:
+        rotated, v = quantize_oracle(rotated.to(k.dtype), k_scale), quantize_oracle(v, v_scale)
     key_cache[block, offset] = rotated[there].to(key_cache.dtype)
     value_cache[block, offset] = v[there].to(value_cache.dtype)
 
@@ -116,6 +127,8 @@ def _shift_scatter_kernel(
     positions,  # [num_tokens]
     slot_mapping,  # [num_tokens]
     cos_sin_cache,  # [max_position, ROTARY_DIM]
+    k_scale,  # [1] or [num_kv_heads]; only with QUANTIZED
+    v_scale,
     key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
     value_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
     num_tokens,
@@ -140,13 +153,15 @@ def _shift_scatter_kernel(
     BLOCK_HALF: tl.constexpr,  # power of two, at least ROTARY_DIM / 2
     BLOCK_PASS: tl.constexpr,  # power of two, at least HEAD_SIZE - ROTARY_DIM; 0 where that is 0
     BLOCK_D: tl.constexpr,  # power of two, at least HEAD_SIZE
+    QUANTIZED: tl.constexpr,  # whether the caches are in e4m3
+    SCALE_STRIDE: tl.constexpr,
 ):
     """``key_cache[slot] = rope(k, position)``, ``value_cache[slot] = v`` where ``slot >= 0``.
 
     Grid: ``(cdiv(num_tokens, BLOCK_T), cdiv(num_kv_heads, HEADS))``. A program holds the cosines and
     sines of its tokens and walks over its heads; K goes through as two halves ``x1, x2`` of pairs:
     ``x1 cos - x2 sin``, ``x2 cos + x1 sin``, in fp32. V and dims from ROTARY_DIM on are moved as they
-    are.
+    are. With QUANTIZED both are divided by their scales, K rounded to its own type before.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)
@@ -166,11 +181,17 @@ def _shift_scatter_kernel(
     dim_mask = there[:, None] & (dim < HEAD_SIZE)[None, :]
     pair = tl.arange(0, 2 * BLOCK_HALF)
     pair_mask = there[:, None] & (pair < ROTARY_DIM)[None, :]
+    stored = k.dtype.element_ty
 
     for i in tl.static_range(HEADS):
         head = tl.program_id(1) * HEADS + i
         if head < num_heads:
+            if QUANTIZED:
+                ks = tl.load(k_scale + head * SCALE_STRIDE)
+                vs = tl.load(v_scale + head * SCALE_STRIDE)
             x = tl.load((v_row + head * v_stride_head)[:, None] + dim[None, :], mask=dim_mask)
+            if QUANTIZED:
+                x = to_e4m3(x, vs)
             tl.store((vc_row + head * vc_stride_head)[:, None] + dim[None, :], x, mask=dim_mask)
             source = (k_row + head * k_stride_head)[:, None]
             target = (kc_row + head * kc_stride_head)[:, None]
@@ -178,20 +199,25 @@ def _shift_scatter_kernel(
                 x1 = tl.load(source + half[None, :], mask=half_mask).to(tl.float32)
                 x2 = tl.load(source + half[None, :] + ROTARY_DIM // 2, mask=half_mask)
                 x2 = x2.to(tl.float32)
-                y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-                cache_type = key_cache.dtype.element_ty
-                tl.store(target + half[None, :], y1.to(cache_type), mask=half_mask)
-                tl.store(target + half[None, :] + ROTARY_DIM // 2, y2.to(cache_type), mask=half_mask)
+                y1, y2 = (x1 * cos - x2 * sin).to(stored), (x2 * cos + x1 * sin).to(stored)
+                if QUANTIZED:
+                    y1, y2 = to_e4m3(y1, ks), to_e4m3(y2, ks)
+                tl.store(target + half[None, :], y1, mask=half_mask)
+                tl.store(target + half[None, :] + ROTARY_DIM // 2, y2, mask=half_mask)
             else:
                 x = tl.load(source + pair[None, :], mask=pair_mask).to(tl.float32)
                 x1, x2 = tl.split(tl.reshape(x, [BLOCK_T, BLOCK_HALF, 2]))
                 y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-                y = tl.reshape(y, [BLOCK_T, 2 * BLOCK_HALF]).to(key_cache.dtype.element_ty)
+                y = tl.reshape(y, [BLOCK_T, 2 * BLOCK_HALF]).to(stored)
+                if QUANTIZED:
+                    y = to_e4m3(y, ks)
                 tl.store(target + pair[None, :], y, mask=pair_mask)
             if BLOCK_PASS > 0:
                 rest = ROTARY_DIM + tl.arange(0, BLOCK_PASS)
                 rest_mask = there[:, None] & (rest < HEAD_SIZE)[None, :]
                 x = tl.load(source + rest[None, :], mask=rest_mask)
+                if QUANTIZED:
+                    x = to_e4m3(x, ks)
                 tl.store(target + rest[None, :], x, mask=rest_mask)
 
 
@@ -204,19 +230,22 @@ def launch(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     is_neox_style: bool,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """``shift_scatter`` without checks, for callers that made the tensors themselves."""
     num_tokens, num_heads, head_size = k.shape
     if num_tokens == 0:
         return
-    if use_cuda(k):
+    if use_cuda(k) and k_scale is None:
         torch.ops.vllm_blend_C.shift_scatter.default(
             k, v, positions, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
         )
         return
     if not use_triton(k):
+        caches = (key_cache, value_cache)
         shift_scatter_oracle(
-            k, v, positions, slot_mapping, cos_sin_cache, key_cache, value_cache, is_neox_style
+            k, v, positions, slot_mapping, cos_sin_cache, *caches, is_neox_style, k_scale, v_scale
         )
         return
     rotary_dim = cos_sin_cache.shape[1]
@@ -229,6 +258,8 @@ def launch(
         positions,
         slot_mapping,
         cos_sin_cache,
+        k if k_scale is None else k_scale,
+        v if v_scale is None else v_scale,
         key_cache,
         value_cache,
         num_tokens,
@@ -249,6 +280,8 @@ def launch(
         BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
         BLOCK_PASS=triton.next_power_of_2(head_size - rotary_dim) if head_size > rotary_dim else 0,
         BLOCK_D=triton.next_power_of_2(head_size),
+        QUANTIZED=k_scale is not None,
+        SCALE_STRIDE=scale_stride(k_scale),
         num_warps=4,
     )
 
@@ -258,6 +291,7 @@ BLOCKS = (8, 8)
 
 register(
     "shift_scatter(Tensor k, Tensor v, Tensor positions, Tensor slot_mapping, "
-    "Tensor cos_sin_cache, Tensor(a!) key_cache, Tensor(b!) value_cache, bool is_neox_style) -> ()",
+    "Tensor cos_sin_cache, Tensor(a!) key_cache, Tensor(b!) value_cache, bool is_neox_style, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     launch,
 )

@@ -6,8 +6,11 @@ positions up to its own. Kernels that align a mask to the last query cannot expr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from vllm_blend.ops.fp8 import FP8, cache_types, check_scales, widen_oracle
 from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
 from vllm_blend.ops.sparse_attention_kernel import launch
 from vllm_blend.ops.sparse_attention_tiles import choose_tiles, rest_tiles
@@ -25,6 +28,9 @@ def sparse_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` over the keys of the query's request at positions <= its own.
@@ -42,7 +48,9 @@ def sparse_attention(
         sliding_window: a query sees this many keys, its own included; 0: all.
         softcap: bound of the logits; 0: none.
         sinks: logits, neither scaled nor capped, ``[num_heads]``, any float type.
-        out: written if given, ``[num_rows, num_heads, head_size]``.
+        q_scale, k_scale, v_scale: of a query and caches in e4m3, ``[1]`` or ``[num_kv_heads]`` float32.
+        out: written if given, ``[num_rows, num_heads, head_size]``; it must be, where the query is in
+            e4m3.
 
     Returns:
         ``[num_rows, num_heads, head_size]``.
@@ -52,7 +60,19 @@ def sparse_attention(
     """
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    _check(query, key_cache, value_cache, positions, query_start_loc, block_table, out, softcap, sinks)
+    scales = (q_scale, k_scale, v_scale)
+    _check(
+        query,
+        key_cache,
+        value_cache,
+        positions,
+        query_start_loc,
+        block_table,
+        out,
+        softcap,
+        sinks,
+        *scales,
+    )
     check_window(sliding_window)
     torch.ops.vllm_blend.sparse_attention(
         query,
@@ -66,6 +86,7 @@ def sparse_attention(
         sliding_window,
         softcap,
         sinks,
+        *scales,
     )
     return out
 
@@ -83,6 +104,9 @@ def sparse_attention_rest(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Completes ``out``: adds the keys that ``virtual_requests`` left out, and the sinks.
 
@@ -97,7 +121,19 @@ def sparse_attention_rest(
     Raises:
         ValueError: names the argument that does not fit.
     """
-    _check(query, key_cache, value_cache, positions, query_start_loc, block_table, out, softcap, sinks)
+    scales = (q_scale, k_scale, v_scale)
+    _check(
+        query,
+        key_cache,
+        value_cache,
+        positions,
+        query_start_loc,
+        block_table,
+        out,
+        softcap,
+        sinks,
+        *scales,
+    )
     lse_shape = (query.shape[1], query.shape[0])
     check("prefix_lse", prefix_lse, lse_shape, (torch.float32,), query)
     check_inner_stride("prefix_lse", prefix_lse)
@@ -113,6 +149,7 @@ def sparse_attention_rest(
         scale,
         softcap,
         sinks,
+        *scales,
     )
 
 
@@ -126,13 +163,19 @@ def _check(
     out: torch.Tensor,
     softcap: float,
     sinks: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """The door of both functions above."""
-    check("query", query, ("num_rows", "num_heads", "head_size"), FLOATS, query)
+    query_types = FLOATS if q_scale is None else (FP8,)
+    check("query", query, ("num_rows", "num_heads", "head_size"), query_types, query)
     num_rows, num_heads, head_size = query.shape
     cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_size)
-    check("key_cache", key_cache, cache_shape, (query.dtype,), query)
-    check("value_cache", value_cache, tuple(key_cache.shape), (query.dtype,), query)
+    types = cache_types(query.dtype, k_scale)
+    check("key_cache", key_cache, cache_shape, types, query)
+    check("value_cache", value_cache, tuple(key_cache.shape), types, query)
+    check_scales(key_cache.shape[2], query, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     check("positions", positions, (num_rows,), INTS, query)
     check("query_start_loc", query_start_loc, ("num_reqs + 1",), (torch.int32,), query)
     num_reqs = query_start_loc.shape[0] - 1
@@ -142,7 +185,8 @@ def _check(
             f"query has {num_heads} heads, which {key_cache.shape[2]} KV heads do not divide"
         )
     check_logits(query, softcap, sinks)
-    check("out", out, (num_rows, num_heads, head_size), (query.dtype,), query)
+    out_types = (query.dtype,) if q_scale is None else FLOATS
+    check("out", out, (num_rows, num_heads, head_size), out_types, query)
     for name, tensor in (
         ("query", query),
         ("key_cache", key_cache),
@@ -180,6 +224,9 @@ def sparse_attention_oracle(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The same in plain PyTorch, computed in ``dtype``; waits for the device."""
@@ -192,9 +239,9 @@ def sparse_attention_oracle(
         at = positions[start:end].long()
         num_keys = int(at.max()) + 1
         blocks = block_table[request, : -(-num_keys // block_size)].long()
-        k = key_cache[blocks].flatten(0, 1)[:num_keys].to(dtype)
-        v = value_cache[blocks].flatten(0, 1)[:num_keys].to(dtype)
-        q = query[start:end].to(dtype).unflatten(1, (num_kv_heads, -1))
+        k = widen_oracle(key_cache[blocks].flatten(0, 1)[:num_keys], k_scale, dtype)
+        v = widen_oracle(value_cache[blocks].flatten(0, 1)[:num_keys], v_scale, dtype)
+        q = widen_oracle(query[start:end], q_scale, dtype).unflatten(1, (num_kv_heads, -1))
         keys = torch.arange(num_keys, device=query.device)
         seen = keys <= at[:, None]
         if sliding_window:
@@ -244,10 +291,15 @@ def run(
     sliding_window: int,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """``sparse_attention`` without checks, for callers that made the tensors themselves."""
     if query.shape[0] == 0:
         return
+    scales = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    options: dict[str, Any] = dict(softcap=softcap, sinks=sinks) | scales
     if not use_triton(query):
         exact = sparse_attention_oracle(
             query,
@@ -258,8 +310,7 @@ def run(
             block_table,
             scale=scale,
             sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
+            **options,
         )
         out.copy_(exact)
         return
@@ -275,15 +326,15 @@ def run(
         scale,
         sliding_window,
         tiles,
-        softcap=softcap,
-        sinks=sinks,
+        **options,
     )
 
 
 register(
     "sparse_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, "
     "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, float scale, "
-    "int sliding_window, float softcap=0.0, Tensor? sinks=None) -> ()",
+    "int sliding_window, float softcap=0.0, Tensor? sinks=None, "
+    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     run,
 )
 
@@ -300,9 +351,14 @@ def _run_rest(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     if query.shape[0] == 0:
         return
+    scales = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    options: dict[str, Any] = dict(softcap=softcap, sinks=sinks) | scales
     if not use_triton(query):
         exact = sparse_attention_oracle(
             query,
@@ -312,8 +368,7 @@ def _run_rest(
             query_start_loc,
             block_table,
             scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            **options,
         )
         out.copy_(exact)
         return
@@ -329,14 +384,14 @@ def _run_rest(
         0,
         rest_tiles(),
         prefix_lse,
-        softcap=softcap,
-        sinks=sinks,
+        **options,
     )
 
 
 register(
     "sparse_attention_rest(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, "
     "Tensor query_start_loc, Tensor block_table, Tensor(a!) out, Tensor prefix_lse, float scale, "
-    "float softcap=0.0, Tensor? sinks=None) -> ()",
+    "float softcap=0.0, Tensor? sinks=None, "
+    "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     _run_rest,
 )

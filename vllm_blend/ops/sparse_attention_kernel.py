@@ -11,122 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_blend.ops.fp8 import scale_stride
+from vllm_blend.ops.paged_products import (
+    accumulate,
+    dot_keys,
+    logit_scales,
+    scale_logits,
+    values,
+    widen_query,
+)
 from vllm_blend.ops.sparse_attention_tiles import Tiles, prefix_rows
-
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _keys(
-    block_ids,  # row of the block table
-    n,  # [BLOCK_N] key positions
-    limit,
-    kv_head,
-    stride_block,
-    stride_slot,
-    stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """Offsets of the keys ``n`` in a cache, ``[BLOCK_N]`` int64."""
-    if MASK:
-        block = tl.load(block_ids + n // BLOCK_SIZE, mask=n < limit, other=0)
-    else:
-        block = tl.load(block_ids + n // BLOCK_SIZE)
-    return block.to(tl.int64) * stride_block + (n % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-
-
-@triton.jit
-def dot_keys(
-    q,
-    key_cache,
-    block_ids,
-    start,
-    limit,
-    kv_head,
-    kc_stride_block,
-    kc_stride_slot,
-    kc_stride_head,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    cap_scale,
-    SOFTCAP: tl.constexpr,
-):
-    """``q k^T`` for the keys ``[start, start + BLOCK_N)``, ``[BLOCK_M, BLOCK_N]`` fp32.
-
-    With SOFTCAP ``tanh(q k^T * scale / softcap)``; ``cap_scale`` is that of ``logit_scales``.
-    """
-    n = start + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
-    at = _keys(
-        block_ids, n, limit, kv_head, kc_stride_block, kc_stride_slot, kc_stride_head,
-        BLOCK_SIZE, MASK,
-    )  # fmt: skip
-    pointers = key_cache + at[None, :] + dim[:, None]
-    if MASK or BLOCK_D != HEAD_SIZE:
-        k = tl.load(pointers, mask=(n < limit)[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
-    else:
-        k = tl.load(pointers)
-    s = tl.dot(q, k, input_precision=PRECISION)
-    if SOFTCAP:
-        # tanh(x) = 1 - 2 / (1 + e^2x), which is right at both ends; off by some 2^-23
-        s = 1.0 - 2.0 / (1.0 + tl.math.exp2(s * cap_scale))
-    return s
-
-
-@triton.jit
-def _values(
-    value_cache,
-    block_ids,
-    start,
-    limit,
-    kv_head,
-    vc_stride_block,
-    vc_stride_slot,
-    vc_stride_head,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """V of the keys ``[start, start + BLOCK_N)``, ``[BLOCK_N, BLOCK_D]``."""
-    n = start + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
-    at = _keys(
-        block_ids, n, limit, kv_head, vc_stride_block, vc_stride_slot, vc_stride_head,
-        BLOCK_SIZE, MASK,
-    )  # fmt: skip
-    pointers = value_cache + at[:, None] + dim[None, :]
-    if MASK or BLOCK_D != HEAD_SIZE:
-        return tl.load(pointers, mask=(n < limit)[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def _accumulate(s, v, acc, m, total, scale_log2, PRECISION: tl.constexpr, MASK: tl.constexpr):
-    """One step of the online softmax, in base 2."""
-    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-    if MASK:  # noqa: SIM108
-        # a row that has seen no key yet keeps -inf; subtract 0 there, not -inf from -inf
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        shift = m_new
-    p = tl.math.exp2(s * scale_log2 - shift[:, None])
-    alpha = tl.math.exp2(m - shift)
-    total = total * alpha + tl.sum(p, axis=1)
-    acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m_new, total
 
 
 # what changes from step to step is not compiled in
-@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "lse_stride"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tiles", "lse_stride"],
+    do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale"],
+)
 def _sparse_attention_kernel(
     query,  # [num_rows, num_heads, head_size]
     key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
@@ -137,6 +38,9 @@ def _sparse_attention_kernel(
     out,  # [num_rows, num_heads, head_size]
     prefix_lse,  # [num_heads, num_rows], natural log; only with PREFIX_Q
     sinks,  # [num_heads]; only with HAS_SINKS
+    q_scale,  # [1] or [num_kv_heads]; only with QUERY_STRIDE >= 0
+    k_scale,  # the same, only with QUANTIZED
+    v_scale,
     scale_log2,  # logit_scales(scale, softcap)
     cap_scale,
     num_reqs,
@@ -165,6 +69,9 @@ def _sparse_attention_kernel(
     PREFIX_Q: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # whether there is one
     HAS_SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,  # whether the caches are in e4m3
+    QUERY_STRIDE: tl.constexpr,  # -1: queries are not
+    SCALE_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Flash attention with the mask ``key position <= query position``.
@@ -183,7 +90,11 @@ def _sparse_attention_kernel(
     over the keys up to the first one's position, and ``prefix_lse`` the log of the sum of its
     exponentials; the kernel goes on from there. It knows of no sinks: a sink joins the total once, at
     the end.
+
+    With QUANTIZED products are of what lies in the cache, widened; the scales of queries and K are part
+    of the logits' scale, and V's of the result.
     """
+    TYPE: tl.constexpr = out.dtype.element_ty
     # --- which tile ---
     pid = tl.program_id(0)
     per_heads = num_tiles * HEADS_ABREAST
@@ -217,7 +128,12 @@ def _sparse_attention_kernel(
     first = tl.min(position, axis=0)
     at = row.to(tl.int64)[:, None] * q_stride_row + head[:, None] * q_stride_head + dim[None, :]
     lane_mask = valid[:, None] & (dim < HEAD_SIZE)[None, :]
-    q = tl.load(query + at, mask=lane_mask, other=0.0)
+    q = widen_query(tl.load(query + at, mask=lane_mask, other=0.0))
+    if QUANTIZED:
+        scale_log2, cap_scale = scale_logits(
+            scale_log2, cap_scale, q_scale, k_scale, kv_head, QUERY_STRIDE, SCALE_STRIDE, SOFTCAP
+        )
+        of_values = tl.load(v_scale + kv_head * SCALE_STRIDE)
     block_ids = block_table + tl.cast(request, tl.int64) * bt_stride
 
     # --- ranges of keys: [begin, full_begin) some, [full_begin, full_end) all, [full_end, end) some ---
@@ -238,6 +154,8 @@ def _sparse_attention_kernel(
         prefix_row = first_row - (first_row - request_row) % PREFIX_Q
         full_end = tl.load(positions + prefix_row).to(tl.int32) + 1
         acc = tl.load(out + out_at, mask=lane_mask, other=0.0).to(tl.float32)
+        if QUANTIZED:
+            acc = acc / of_values
         lse = tl.load(prefix_lse + head.to(tl.int64) * lse_stride + row, mask=valid, other=0.0)
         m = lse * 1.4426950408889634
         total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
@@ -257,11 +175,11 @@ def _sparse_attention_kernel(
             seen = n[None, :] <= position[:, None]
             seen &= n[None, :] > position[:, None] - WINDOW
             s = tl.where(seen, s, float("-inf"))
-            v = _values(
+            v = values(
                 value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
                 vc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True,
             )  # fmt: skip
-            acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, True)
+            acc, m, total = accumulate(s, v, acc, m, total, scale_log2, PRECISION, True, TYPE)
 
     if PREFIX_Q == 0:
         for start in range(full_begin, full_end, BLOCK_N):
@@ -270,11 +188,11 @@ def _sparse_attention_kernel(
                 kc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, False, PRECISION,
                 cap_scale, SOFTCAP,
             )  # fmt: skip
-            v = _values(
+            v = values(
                 value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
                 vc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, False,
             )  # fmt: skip
-            acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, WINDOW > 0)
+            acc, m, total = accumulate(s, v, acc, m, total, scale_log2, PRECISION, WINDOW > 0, TYPE)
 
     for start in range(full_end, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -287,11 +205,11 @@ def _sparse_attention_kernel(
         if WINDOW > 0:
             seen &= n[None, :] > position[:, None] - WINDOW
         s = tl.where(seen, s, float("-inf"))
-        v = _values(
+        v = values(
             value_cache, block_ids, start, end, kv_head, vc_stride_block, vc_stride_slot,
             vc_stride_head, BLOCK_N, BLOCK_SIZE, HEAD_SIZE, BLOCK_D, True,
         )  # fmt: skip
-        acc, m, total = _accumulate(s, v, acc, m, total, scale_log2, PRECISION, True)
+        acc, m, total = accumulate(s, v, acc, m, total, scale_log2, PRECISION, True, TYPE)
 
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -300,19 +218,9 @@ def _sparse_attention_kernel(
         total = total * alpha + tl.math.exp2(sink - m_new)
         acc = acc * alpha[:, None]
     acc = acc / total[:, None]
+    if QUANTIZED:
+        acc = acc * of_values
     tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=lane_mask)
-
-
-def logit_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """``scale_log2`` and ``cap_scale`` of the kernels; a ``softcap`` of 0 is none.
-
-    What ``dot_keys`` returns, times ``scale_log2``, is the logit in base 2: ``q k^T * scale``, or with
-    a soft cap ``softcap * tanh(x)``, where ``x = q k^T * scale / softcap`` and
-    ``e^2x = 2^(q k^T * cap_scale)``.
-    """
-    if not softcap:
-        return scale * LOG2E, 0.0
-    return softcap * LOG2E, 2 * LOG2E * scale / softcap
 
 
 def launch(
@@ -330,6 +238,9 @@ def launch(
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> Any:
     """Launches the kernel with these tiles; arguments as ``sparse_attention``'s, unchecked.
 
@@ -352,6 +263,7 @@ def launch(
         out,
         out if prefix_lse is None else prefix_lse,
         out if sinks is None else sinks,
+        *(out if scale is None else scale for scale in (q_scale, k_scale, v_scale)),
         *logit_scales(scale, softcap),
         num_reqs,
         num_tiles,
@@ -375,7 +287,10 @@ def launch(
         PREFIX_Q=0 if prefix_lse is None else prefix_rows(group),
         SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        QUANTIZED=k_scale is not None,
+        QUERY_STRIDE=-1 if q_scale is None else scale_stride(q_scale),
+        SCALE_STRIDE=scale_stride(k_scale),
+        PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
