@@ -26,7 +26,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(cpu) ## install what a CPU needs into .venv, then ask a small real model ten questions, with and without reuse
-	$(bin)/python example/demo.py $(ARGS)
+	$(bin)/vllm-blend demo $(ARGS)
 
 test: $(test) ## the tests that need no GPU, but for the slow ones
 	$(bin)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" $(ARGS)

@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "csrc", "vllm_blend")
 PAGE = {f"server/frontend/page.{end}" for end in ("html", "css", "js")}
-DATA = {f"vllm_blend/{name}" for name in {"py.typed", "core/stand_in.txt"} | PAGE}
+QUESTIONS = {f"cli/demo_inputs/{number}.json" for number in range(1, 11)}
+DATA = {f"vllm_blend/{name}" for name in {"py.typed", "core/stand_in.txt"} | PAGE | QUESTIONS}
 
 SMOKE = """
 import json, pathlib, sys

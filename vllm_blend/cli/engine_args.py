@@ -6,15 +6,9 @@ import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from vllm_blend.server.config import CONFIG_KEY
-
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of vllm serve.")
-]
 
 
 def engine_config(arguments: Sequence[str], settings: Mapping[str, Any]) -> Any:
