@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +28,14 @@ REPEAT = 3
 """Runs of each kind that count; the first of a length is run once more before, as it may compile."""
 PAUSE_S, QUIET_S = 0.3, 300.0
 """Between looks whether the server still computes chunks in the background, and how long at most."""
+SHORT_TOKENS = 4
+"""Of a chunk that is too short to be one."""
 BLOCK = 128
 """A multiple of the sizes of vLLM's blocks, in tokens."""
+
+
+Sample = tuple[int, float, float]
+"""Tokens, rows that were computed, seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,13 @@ class StepCosts:
         full: steps that reuse nothing but vLLM's prefix cache.
         blended: steps that reuse chunks.
         keep: more for each token of a chunk whose KV is kept.
+        samples: what was measured, by kind: tokens, rows that were computed, seconds.
     """
 
     full: ComputeTime
     blended: ComputeTime
     keep: float = 0.0
+    samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> StepCosts:
@@ -77,12 +85,8 @@ def measured(
         return StepTimer(server, vocab_size).measure((longest // 4, longest // 2, longest))
 
 
-Sample = tuple[int, float, float]
-"""Tokens, rows that were computed, seconds."""
-
-
 class StepTimer:
-    """Asks a server that nobody else asks."""
+    """Asks a server that nobody else asks, each time once it has nothing left to compute."""
 
     def __init__(self, server: Server, vocab_size: int, seed: int = 0) -> None:
         self._server, self._model = server, server.model()
@@ -92,20 +96,24 @@ class StepTimer:
     def measure(self, sizes: Sequence[int]) -> StepCosts:
         full: list[Sample] = []
         blended: list[Sample] = []
+        new: list[Sample] = []
         kept: list[float] = []  # seconds a token, more than in full
         for size in sizes:
             alone = self._in_full(size)
             full += alone
             in_full = median(seconds for n, m, seconds in alone if m == n)
-            new, reused = self._with_chunks(size)
-            blended += reused
-            kept.append((new - in_full) / size)
-        return StepCosts(ComputeTime.fit(full), ComputeTime.fit(blended), max(0.0, median(kept)))
+            firsts, reused = self._with_chunks(size)
+            new, blended = new + firsts, blended + reused
+            kept.append((median(seconds for *_, seconds in firsts) - in_full) / size)
+        fits = ComputeTime.fit(full), ComputeTime.fit(blended)
+        samples = {"full": full, "blended": blended, "new": new}
+        return StepCosts(*fits, keep=max(0.0, median(kept)), samples=samples)
 
     def _in_full(self, size: int) -> list[Sample]:
         """Prompts that are not blended: new ones, and such whose first half was asked before."""
         found: list[Sample] = []
         half = size // 2 // BLOCK * BLOCK
+        self._quiet()
         for number in range(REPEAT + 1):
             ids = self._ids(size)
             seconds, _ = self._ask(ids, "off")
@@ -116,15 +124,17 @@ class StepTimer:
                 found += [(size, size - half, halved)] if half else []
         return found
 
-    def _with_chunks(self, size: int) -> tuple[float, list[Sample]]:
-        """The seconds of a prompt whose chunks are new; prompts that reuse them, and half of them."""
+    def _with_chunks(self, size: int) -> tuple[list[Sample], list[Sample]]:
+        """Prompts whose chunks are new; prompts that reuse them, and half of them."""
         room = max(size - HEAD_TOKENS - QUESTION_TOKENS, 2 * BLOCK)
         count = max(2, room // CHUNK_TOKENS)
         chunks = [self._ids(room // count) for _ in range(count)]
-        firsts, found = [], []
+        firsts: list[Sample] = []
+        found: list[Sample] = []
         for number in range(REPEAT):
+            self._quiet()
             new = chunks if not number else [self._ids(room // count) for _ in range(count)]
-            firsts.append(self._ask_chunks(new)[0])
+            firsts.append((size, size, self._ask_chunks(new)[0]))
         for number in range(REPEAT + 1):
             for part in (count, count // 2):
                 self._quiet()
@@ -134,7 +144,7 @@ class StepTimer:
                 if number and (reused := report.get("reused_tokens", 0)):
                     n = report["prompt_tokens"]
                     found.append((n, n - reused + report["recomputed_tokens"], seconds))
-        return median(firsts), found
+        return firsts, found
 
     def _ask_chunks(
         self, chunks: Sequence[list[int]], after: Sequence[list[int]] = ()
@@ -160,7 +170,7 @@ class StepTimer:
         """Waits until nothing is computed in the background."""
         end = time.monotonic() + QUIET_S
         while time.monotonic() < end:
-            self._ask_chunks([])  # the gauges are set by a request
+            self._ask_chunks([self._ids(SHORT_TOKENS)])  # gauges are set by requests; it is not kept
             if not any(waiting_chunks(self._server.get("/metrics").text)):
                 return
             time.sleep(PAUSE_S)
