@@ -14,7 +14,8 @@ from vllm_blend.cli.app import app
 from vllm_blend.cli.engine_args import engine_config
 from vllm_blend.cli.prompts import read_rows
 from vllm_blend.cli.simulation import Simulation
-from vllm_blend.cli.step_costs import StepCosts
+from vllm_blend.cli.step_costs import StepCosts, rows_of
+from vllm_blend.core.settings import BlendSettings
 from vllm_blend.store.compute_time import ComputeTime
 
 TIMES = {
@@ -84,6 +85,13 @@ def test_chunks_that_are_kept_take_their_time(model: Path, tmp_path: Path) -> No
     more = second["ttft_s"]["mean"] - first["ttft_s"]["mean"]
     assert 0.8 * 0.5e-3 * first["prompt_tokens"] < more <= 0.5e-3 * first["prompt_tokens"]
     assert second["full_prefill_ttft_s"] == first["full_prefill_ttft_s"]
+
+
+def test_rows_without_kv_go_twice_through_the_layers_before_the_question() -> None:
+    static, asking = BlendSettings(policy="static"), BlendSettings(policy="ahead*static")
+    assert rows_of(300, 40, static, 30) == 340
+    assert rows_of(300, 40, asking, 30) == pytest.approx(300 * (1 + 20 / 30) + 40)
+    assert rows_of(0, 40, asking, 30) == 40
 
 
 def test_steps_of_the_background_are_as_short_as_on_a_server(model: Path, tmp_path: Path) -> None:

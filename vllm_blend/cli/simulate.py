@@ -81,7 +81,7 @@ def simulate(
         run = partial(served_by, config, rows, cache_gb, loads)
         if measure and times is not None:
             longest = max(one.report["prompt_tokens"] for one in run(None, None)[1])
-            costs = measured(model, given, values, longest, config.model_config.get_vocab_size())
+            costs = measured(model, given, values, longest, config)
             costs.write(times)
         blended = run(costs, None)
         found = figures(rows, *blended)

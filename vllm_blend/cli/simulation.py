@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_blend.cli.prompts import Row
-from vllm_blend.cli.step_costs import StepCosts
+from vllm_blend.cli.step_costs import StepCosts, rows_of
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, CollectPlan, KeyedPlan
 from vllm_blend.core.settings import num_kept
@@ -81,6 +81,7 @@ class StandIn:
         self.tiers = tiers
         self.computed: dict[ChunkKey, int] = {}  # every chunk that was ever kept, and its tokens
         self._requests, self._model_key, self._costs = requests, model_key, costs
+        self._num_layers = model_key.shape.num_layers
         self._coming: list[tuple[float, ChunkKey, bool]] = []  # loads, by their end
 
     @property
@@ -114,8 +115,8 @@ class StandIn:
 
     def _window(
         self, request: Any, start: int, end: int, events: WorkerEvents
-    ) -> tuple[int, int, bool]:
-        """A request's part of a step: tokens up to its end, computed rows, whether it blends."""
+    ) -> tuple[int, float, bool]:
+        """A request's part of a step: tokens up to its end, rows, whether it blends."""
         plan = (request.sampling_params.extra_args or {}).get(EXTRA_ARG)
         if isinstance(plan, CollectPlan):
             self._collect(plan, start, end, events)
@@ -130,7 +131,8 @@ class StandIn:
             return end, end - start, False
         recomputed = num_kept(plan.settings.last_ratio, reused - exact)
         events.blended.append(Blended(request.request_id, start, reused, recomputed))
-        return end, end - start - reused + recomputed, True
+        rows = rows_of(end - start - reused, recomputed, plan.settings, self._num_layers)
+        return end, rows, True
 
     def _collect(self, plan: CollectPlan, start: int, end: int, events: WorkerEvents) -> None:
         """Keeps a chunk once all of it was computed."""
@@ -158,7 +160,7 @@ class StandIn:
         key = self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)
         return key.digest, Layout.of(key, scored=True).num_bytes
 
-    def _add(self, seconds: float, num_tokens: int, num_rows: int, blends: bool) -> float:
+    def _add(self, seconds: float, num_tokens: int, num_rows: float, blends: bool) -> float:
         """The time of a step with one request more; what a step costs anyway counts once."""
         if self._costs is None:
             return 0.0

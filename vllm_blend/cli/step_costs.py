@@ -3,6 +3,9 @@
 A server of the user's arguments is started and asked about random tokens, one prompt at a time: in
 full, with half of it in vLLM's prefix cache, with all chunks new, all known, and half of them known.
 So the processes, the compilation, the policy and the ratio are those that are simulated.
+
+Where the question is asked first, the rows without stored KV go through a part of the layers twice
+(``rows_of``). A prompt with many new tokens beside known chunks can so take longer than in full.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from typing import Any
 
 from vllm_blend.cli.client import Server, report_of
 from vllm_blend.cli.server_process import server_process
-from vllm_blend.server.config import CLIENT_FIELDS
+from vllm_blend.core.settings import BlendSettings
+from vllm_blend.model.lookahead import asked_layers
+from vllm_blend.server.config import CLIENT_FIELDS, ServerSettings
 from vllm_blend.store.compute_time import ComputeTime
 
 CHUNK_TOKENS = 256
@@ -46,7 +51,7 @@ class StepCosts:
         full: steps that reuse nothing but vLLM's prefix cache.
         blended: steps that reuse chunks.
         keep: more for each token of a chunk whose KV is kept.
-        samples: what was measured, by kind: tokens, rows that were computed, seconds.
+        samples: what was measured, by kind: tokens, rows (``rows_of``), seconds.
     """
 
     full: ComputeTime
@@ -69,29 +74,42 @@ class StepCosts:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
+def rows_of(num_fresh: int, num_recomputed: int, settings: BlendSettings, num_layers: int) -> float:
+    """Rows that a step computes of a blended prompt, as if each went through all layers once.
+
+    Args:
+        num_fresh: tokens without stored KV; ``num_recomputed``: of the others.
+    """
+    again = asked_layers(num_layers).stop / num_layers if settings.asks else 0.0
+    return num_fresh * (1 + again) + num_recomputed
+
+
 def measured(
-    model: str, arguments: Sequence[str], settings: Mapping[str, Any], longest: int, vocab_size: int
+    model: str, arguments: Sequence[str], settings: Mapping[str, Any], longest: int, config: Any
 ) -> StepCosts:
     """The costs of a server with these arguments and settings, started here.
 
     Args:
         longest: tokens of the longest prompt; others have a quarter and a half of them.
+        config: vLLM's, of the same.
 
     Raises:
         ServerError: if it does not start, or refuses a request.
     """
     open_fields = {"client_fields": list(CLIENT_FIELDS), "auto": False}
     with server_process(model, arguments, dict(settings) | open_fields) as server:
-        return StepTimer(server, vocab_size).measure((longest // 4, longest // 2, longest))
+        return StepTimer(server, config).measure((longest // 4, longest // 2, longest))
 
 
 class StepTimer:
     """Asks a server that nobody else asks, each time once it has nothing left to compute."""
 
-    def __init__(self, server: Server, vocab_size: int, seed: int = 0) -> None:
+    def __init__(self, server: Server, config: Any, seed: int = 0) -> None:
         self._server, self._model = server, server.model()
-        self._choose, self._vocab_size = random.Random(seed), vocab_size
-        self._number = 0
+        model, settings = config.model_config, ServerSettings.of(config)
+        assert settings is not None
+        self._settings, self._num_layers = settings.blend, model.get_num_layers(config.parallel_config)
+        self._choose, self._vocab_size = random.Random(seed), model.get_vocab_size()
 
     def measure(self, sizes: Sequence[int]) -> StepCosts:
         full: list[Sample] = []
@@ -142,8 +160,9 @@ class StepTimer:
                 known, rest = chunks[:part], [self._ids(room // count) for _ in range(count - part)]
                 seconds, report = self._ask_chunks(known, rest)
                 if number and (reused := report.get("reused_tokens", 0)):
-                    n = report["prompt_tokens"]
-                    found.append((n, n - reused + report["recomputed_tokens"], seconds))
+                    n, again = report["prompt_tokens"], report["recomputed_tokens"]
+                    rows = rows_of(n - reused, again, self._settings, self._num_layers)
+                    found.append((n, rows, seconds))
         return firsts, found
 
     def _ask_chunks(
