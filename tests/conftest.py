@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_tokenizers import make_tokenizer
 from engines import FAMILIES, Engine, make_engine, tiny_model
 from servers import RedisServer, redis_binary
 
@@ -40,6 +41,16 @@ def smollm2() -> Path:
     from vllm_blend import embedded_model
 
     return embedded_model()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template, to be served."""
+    folder = tiny_model(
+        "llama", tmp_path_factory.mktemp("model"), vocab_size=1280, max_position_embeddings=4096
+    )
+    make_tokenizer("qwen").save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

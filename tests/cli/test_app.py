@@ -12,10 +12,13 @@ from vllm_blend.cli.app import app
 from vllm_blend.cli.eval import COMMANDS
 from vllm_blend.compat.version import package_version
 
-NAMES = ("doctor", "try", "warm", "simulate")
+NAMES = ("demo", "doctor", "report", "serve", "simulate", "try", "warm")
 
 
-@pytest.mark.parametrize("arguments", [*((name,) for name in NAMES), ("store",), ("eval",), ()])
+GROUPS = (("store",), ("bench",), ("bench", "serve"), ("eval",), ())
+
+
+@pytest.mark.parametrize("arguments", [*((name,) for name in NAMES), *GROUPS])
 def test_help_has_examples(arguments: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--help"])
     assert result.exit_code == 0 and "Examples:" in result.stdout

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from serving import NAME, disk, sample, serving
-from traces import made_trace, simulate, write
+from traces import ARGUMENTS, made_trace, simulate, write
 from typer.testing import CliRunner
 
 from vllm_blend.cli.app import app
 from vllm_blend.cli.client import Server, report_of, with_parts
 from vllm_blend.cli.prompts import read_rows
+from vllm_blend.cli.step_costs import StepCosts
 
 pytestmark = pytest.mark.slow
 
@@ -122,3 +123,47 @@ def test_as_much_is_found_as_was_simulated(url: str, model: Path, tmp_path: Path
     assert there / chunks > 0.4, "a trace in which nothing comes back tells nothing"
     assert abs(found["hit_rate"] - there / chunks) < 0.05
     assert abs(found["reused_share"] - reused / tokens) < 0.05
+
+
+def test_a_trace_is_sent_twice_and_finds_what_was_simulated(
+    url: str, model: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in made_trace(tmp_path / "all.jsonl", 16).open()]
+    trace = write(tmp_path / "trace.jsonl", [row for row in rows if "prompt" not in row])
+    before = told("report", url)
+    sent = tmp_path / "sent.jsonl"
+    found = told_of_bench(trace, "--url", url, "--rate", 20, "--output-tokens", 4, "--sent", sent)
+    blended, full = found["ways"]["blended"], found["ways"]["full prefill"]
+    assert blended["failed"] == full["failed"] == 0
+    assert blended["prompt_tokens"] == full["prompt_tokens"]
+    assert blended["sent_at_s"] == pytest.approx(full["sent_at_s"], abs=0.2), "the same times"
+    now = told("report", url)
+    grew = {name: now["requests"][name] - before["requests"][name] for name in now["requests"]}
+    assert sum(grew.values()) == len(blended["ttfts_s"]), "those with blend off are not counted"
+    assert grew["blended"] == blended["reuse"]["requests"]["blended"] > 0
+    simulated = simulate(sent, model, "--settings", json.dumps({"ram_gb": 0.5}))
+    assert abs(simulated["hit_rate"] - blended["reuse"]["hit_rate"]) < 0.05
+    warm = told_of_bench(trace, "--url", url, "--warm", "--concurrency", 2)["ways"]["blended"]
+    assert warm["reuse"]["hit_rate"] > blended["reuse"]["hit_rate"]
+
+
+def told_of_bench(*arguments: Any) -> Any:
+    result = CliRunner().invoke(app, ["bench", "serve", "--json", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_steps_are_measured_on_a_server_of_the_same_arguments(model: Path, tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    trace = made_trace(tmp_path / "trace.jsonl", 6)
+    eager = ("--times", times, "--measure", "--settings", '{"policy": "static"}')
+    found = simulate(trace, model, *eager, arguments=(*ARGUMENTS, "--enforce-eager"))
+    assert found["ttft_gain"] > 0
+    costs = StepCosts.read(times)
+    longest = max(tokens for tokens, _, _ in costs.samples["full"])
+    assert costs.full.seconds(longest, longest) > costs.full.seconds(longest, longest // 2) > 0
+    assert costs.blended.seconds(longest, longest // 4) > 0 and costs.keep >= 0
+    assert all(0 < rows < tokens for tokens, rows, _ in costs.samples["blended"])
+    assert len(costs.samples["blended"]) == 3 * 2 * 3 and len(costs.samples["new"]) == 9
+    again = simulate(trace, model, "--times", times, "--settings", '{"policy": "static"}')
+    assert again["ttft_gain"] == pytest.approx(found["ttft_gain"]), "the file has all of it"

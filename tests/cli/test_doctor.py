@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answering import answering
 from servers import RedisServer, free_port
 from typer.testing import CliRunner
 
@@ -229,32 +226,6 @@ def test_what_the_probes_found(tiny: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- servers that are not what they should be -----------------------------------------------------
-
-
-@contextmanager
-def answering(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
-    """A server that answers each path in one way."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, value = answers.get(self.path, (404, {"error": {"message": "Not Found"}}))
-            body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
-
-        def log_message(self, *args: Any) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
 
 
 def server_of(completion: tuple[int, Any], metrics: str = 'vllm:blend_x{a="b"} 1.0\n') -> Any:

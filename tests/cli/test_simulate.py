@@ -11,7 +11,12 @@ from traces import ARGUMENTS, documents, made_trace, simulate, write
 from typer.testing import CliRunner
 
 from vllm_blend.cli.app import app
+from vllm_blend.cli.engine_args import engine_config
 from vllm_blend.cli.prompts import read_rows
+from vllm_blend.cli.simulation import Simulation
+from vllm_blend.cli.step_costs import StepCosts, rows_of
+from vllm_blend.core.settings import BlendSettings
+from vllm_blend.store.compute_time import ComputeTime
 
 TIMES = {
     "full": {"fixed": 0.01, "token": 0.0, "row": 1e-3, "pair": 0.0},
@@ -67,6 +72,36 @@ def test_times_follow_the_fit(model: Path, tmp_path: Path) -> None:
     computed -= both["prefix_cached_share"] * both["prompt_tokens"] / fresh
     assert second == pytest.approx(0.01 + 1e-3 * fresh * computed, rel=0.1)
     assert both["ttft_gain"] > 1.3
+
+
+def test_chunks_that_are_kept_take_their_time(model: Path, tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", [{"chunks": documents()[:4], "question": "Who?"}])
+    plain, keeping = tmp_path / "plain.json", tmp_path / "keeping.json"
+    plain.write_text(json.dumps(TIMES))
+    keeping.write_text(json.dumps(TIMES | {"keep": 0.5e-3}))
+    first, second = (simulate(trace, model, "--times", fit) for fit in (plain, keeping))
+    kept = second["all_chunks_bytes"] / first["all_chunks_bytes"]
+    assert kept == 1.0
+    more = second["ttft_s"]["mean"] - first["ttft_s"]["mean"]
+    assert 0.8 * 0.5e-3 * first["prompt_tokens"] < more <= 0.5e-3 * first["prompt_tokens"]
+    assert second["full_prefill_ttft_s"] == first["full_prefill_ttft_s"]
+
+
+def test_rows_without_kv_go_twice_through_the_layers_before_the_question() -> None:
+    static, asking = BlendSettings(policy="static"), BlendSettings(policy="ahead*static")
+    assert rows_of(300, 40, static, 30) == 340
+    assert rows_of(300, 40, asking, 30) == pytest.approx(300 * (1 + 20 / 30) + 40)
+    assert rows_of(0, 40, asking, 30) == 40
+
+
+def test_steps_of_the_background_are_as_short_as_on_a_server(model: Path, tmp_path: Path) -> None:
+    """An idle server scores chunks in steps of 0.1 s, by the simulated clock."""
+    trace = write(tmp_path / "t.jsonl", [{"chunks": documents()[:6], "question": "Who?"}])
+    config = engine_config(["--model", str(model), *ARGUMENTS[1:]], {})
+    step = ComputeTime(fixed=0.0, token=0.0, row=0.5e-3, pair=0.0)
+    server = Simulation(config, 0.05, StepCosts(step, step))
+    server.serve(read_rows(trace))
+    assert server.scheduler.blend_internal.background.window == pytest.approx(0.1 / 0.5e-3, rel=0.05)
 
 
 def test_prompts_that_come_at_once_wait_for_each_other(model: Path, tmp_path: Path) -> None:

@@ -9,17 +9,18 @@ from servers import free_port
 from typer.testing import CliRunner
 
 from vllm_blend.cli.app import app
-from vllm_blend.cli.warm import Book, read_texts
+from vllm_blend.cli.sources import read_texts
+from vllm_blend.cli.warm import Book
 
 
 def test_texts_of_a_folder_and_of_lines(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     for name, text in (("b.txt", "two\n"), ("deep/c.md", "three"), ("a.txt", " "), ("d.pdf", "no")):
         (tmp_path / name).write_text(text)
-    assert list(read_texts(tmp_path)) == ["two", "three"]
+    assert list(read_texts(str(tmp_path))) == ["two", "three"]
     lines = tmp_path / "t.jsonl"
     lines.write_text('{"text": "one"}\n\n"two"\n{"chunks": ["three", "four"], "question": "?"}\n')
-    assert list(read_texts(lines)) == ["one", "two", "three", "four"]
+    assert list(read_texts(str(lines))) == ["one", "two", "three", "four"]
 
 
 def test_a_book_is_of_one_target(tmp_path: Path) -> None:

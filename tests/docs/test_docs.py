@@ -2,7 +2,8 @@
 
 Python blocks of a page run in order, in one namespace, on one engine that all pages share. A comment
 before a block says what is special about it: ``<!-- needs: redis -->`` (a real one where there is one),
-``<!-- needs: ANYTHING ELSE -->`` (its imports, attributes and keyword arguments are resolved instead),
+``<!-- needs: server -->`` (a real one), ``<!-- needs: ANYTHING ELSE -->`` (its imports, attributes and
+keyword arguments are resolved instead), ``<!-- holds: EXPRESSION -->`` (true once the block has run),
 ``<!-- settings: server -->`` (or request, or store: what the JSON must be accepted by).
 """
 
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,9 +32,16 @@ from settings_checks import check_json
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), DOCS / "results/README.md"]
-LANGUAGES = {"python", "console", "json", ""}
-OTHER_PROGRAMS = {"docker", "curl", "torchrun"}
+PAGES = [
+    ROOT / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("tutorials/*.md")),
+    *sorted(DOCS.glob("rfc/*.md")),
+    DOCS / "results/README.md",
+]
+LANGUAGES = {"python", "console", "json", "diff", ""}
+SERVER = "http://127.0.0.1:8000"
+OTHER_PROGRAMS = {"docker", "curl", "torchrun", "."}
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Block:
     text: str
     needs: str = ""
     settings: str = ""
+    holds: str = ""
 
     @property
     def place(self) -> str:
@@ -60,8 +70,9 @@ def blocks(page: Path) -> list[Block]:
         if start is None:
             start = at
             continue
-        before = lines[start - 1] if start else ""
-        told = {key: re.search(rf"<!-- {key}: (.*?) -->", before) for key in ("needs", "settings")}
+        before = "\n".join(takewhile(lambda text: text.startswith("<!--"), lines[start - 1 :: -1]))
+        kinds = ("needs", "settings", "holds")
+        told = {key: re.search(rf"<!-- {key}: (.*?) -->", before) for key in kinds}
         notes = {key: match[1] if match else "" for key, match in told.items()}
         text = "\n".join(lines[start + 1 : at]) + "\n"
         found.append(Block(page, start + 1, lines[start].removeprefix("```"), text, **notes))
@@ -109,6 +120,16 @@ def one_llm() -> Iterator[OneLLM]:
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def server_url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server as ``vllm-blend serve`` starts it, of the small model."""
+    from vllm_blend.cli.server_process import server_process
+
+    options = "--dtype float32 --enforce-eager --max-model-len 4096 --max-num-batched-tokens 4096"
+    with server_process(str(smollm2), options.split(), {}) as server:
+        yield server.url
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
@@ -126,6 +147,8 @@ def test_python(
         if block.needs == "redis" and redis_binary() is not None:
             server = request.getfixturevalue("redis_server")
             text = text.replace("redis://127.0.0.1:6379/0", server.url)
+        elif block.needs == "server":
+            text = text.replace(SERVER, request.getfixturevalue("server_url"))
         elif block.needs:
             resolve(text)
             continue
@@ -133,6 +156,8 @@ def test_python(
         with monkeypatch.context() as patch:
             patch.setattr(vllm, "LLM", one_llm if one_llm.made is not None else first(one_llm, stock))
             exec(code, names)
+        if block.holds:
+            assert eval(block.holds, names), f"{block.place}: {block.holds}"
 
 
 def first(one_llm: OneLLM, stock: Any) -> Any:
@@ -283,6 +308,28 @@ def check_server(words: list[str], folder: Path) -> None:
                 (folder / "passages.txt").write_text("One passage.\n\nAnother.\n\n")
                 text = subprocess.check_output(["bash", "-c", text[2:-1]], cwd=folder, text=True)
             check_json("server", json.loads(text))
+
+
+# --- diffs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("rfc/*.md")), ids=lambda page: page.name)
+def test_diffs_apply_to_the_installed_vllm(page: Path, tmp_path: Path) -> None:
+    import vllm
+
+    site = Path(vllm.__file__).parents[1]
+    text = "".join(b.text for b in ALL if b.page == page and b.language == "diff")
+    names = re.findall(r"^--- a/(\S+)$", text, re.M)
+    assert names, "a draft shows the diff that it would take"
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(site / name, tmp_path / name)
+    done = subprocess.run(
+        ["git", "apply", "-"], input=text, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        ast.parse((tmp_path / name).read_text())
 
 
 # --- JSON -----------------------------------------------------------------------------------------

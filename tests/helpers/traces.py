@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def made_trace(path: Path, number: int = 40) -> Path:
     return write(path, rows)
 
 
-def simulate(trace: Path, model: Path, *options: Any) -> Any:
+def simulate(trace: Path, model: Path, *options: Any, arguments: Sequence[str] = ARGUMENTS) -> Any:
     """What the command tells, over a small KV cache."""
     call = ["simulate", str(trace), str(model), "--json", "--cache-gb", "0.05", *map(str, options)]
-    result = CliRunner().invoke(app, [*call, *ARGUMENTS])
+    result = CliRunner().invoke(app, [*call, *arguments])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)

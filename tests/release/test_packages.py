@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "csrc", "vllm_blend")
 PAGE = {f"server/frontend/page.{end}" for end in ("html", "css", "js")}
-DATA = {f"vllm_blend/{name}" for name in {"py.typed", "core/stand_in.txt"} | PAGE}
+QUESTIONS = {f"cli/demo_inputs/{number}.json" for number in range(1, 11)}
+DATA = {f"vllm_blend/{name}" for name in {"py.typed", "core/stand_in.txt"} | PAGE | QUESTIONS}
 
 SMOKE = """
 import json, pathlib, sys
@@ -105,3 +106,47 @@ def test_the_wheel_runs_where_nothing_of_this_folder_is(built: Path, tmp_path: P
     assert {"blake3", "numpy", "tqdm"} <= set(told["needs"])
     assert f"-{told['version']}-" in wheel.name
     assert bool(told["kernels"]) == wheel.name.endswith("linux_x86_64.whl")
+
+
+NEWEST = ("python3.14", "python3.13", "python3.12")
+"""Of those that vLLM takes, the first one that is installed here beside the one that runs."""
+INSTALLED = """
+import sys
+from importlib.metadata import distribution, entry_points
+
+(plugin,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "vllm_blend"]
+plugin.load()  # as vLLM does in each process; nothing heavy is imported
+scripts = [p.name for p in entry_points(group="console_scripts") if p.dist.name == "vllm-blend"]
+print(distribution("vllm_blend").version, scripts, "torch" in sys.modules)
+"""
+
+
+def newest_python() -> str:
+    """On the path, or of pyenv."""
+    for name in NEWEST:
+        version = name.removeprefix("python")
+        own = Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}")
+        for path in filter(None, (shutil.which(name), *map(str, own))):
+            ran = subprocess.run([path, "-c", "import sys; print(sys.executable)"], capture_output=True)
+            if ran.returncode == 0:
+                return ran.stdout.decode().strip()
+    pytest.skip(f"none of {', '.join(NEWEST)} is installed")
+
+
+def test_the_newest_python_takes_the_wheel(built: Path, tmp_path: Path) -> None:
+    python = newest_python()
+    (wheel,) = built.glob("*.whl")
+    subprocess.run([python, "-m", "venv", str(tmp_path / "env")], check=True)
+    own = str(tmp_path / "env/bin/python")
+    install = [own, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True)  # its tags, and the Pythons that it names
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    command = [own, "-W", "error", "-m", "compileall", "-q", "-f", str(site / "vllm_blend")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    clean = {"PATH": "/usr/bin:/bin"}
+    told = subprocess.run(
+        [own, "-c", INSTALLED], cwd=tmp_path, env=clean, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert told.stdout.split(maxsplit=1)[1] == "['vllm-blend'] False\n"

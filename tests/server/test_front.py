@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from chat_tokenizers import make_tokenizer
-from engines import tiny_model
 from serving import NAME, sample, serving
 
 from vllm_blend.server.config import SAFE_FIELDS
@@ -20,15 +19,6 @@ MARK = "<|8c1f|>"
 ODD = f"one{MARK}two \uf8f0three\uf8f1 four{MARK}five <|chunk|> six"
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_model(
-        "llama", tmp_path_factory.mktemp("model"), vocab_size=1280, max_position_embeddings=4096
-    )
-    make_tokenizer("qwen").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_blend.cli import doctor, simulate, store, trial, warm
+from vllm_blend.cli import bench, demo, doctor, report, serve, simulate, store, trial, warm
 from vllm_blend.cli.eval import app as eval
 from vllm_blend.cli.output import help_text
 from vllm_blend.compat.version import package_version
@@ -15,6 +15,7 @@ HELP = help_text(
     """Blending in vLLM: check it, try it on your own prompts, fill and keep its store.
 
     Exit codes: 0 all is well, 1 something wrong was found, 2 the call was wrong.""",
+    "vllm-blend demo",
     "vllm-blend doctor",
     "vllm-blend try MODEL prompts.jsonl",
     "vllm-blend warm passages/ --url http://127.0.0.1:8000",
@@ -47,10 +48,14 @@ def common(
     """Options of all commands."""
 
 
+app.command("demo", help=demo.HELP)(demo.demo)
 app.command("doctor", help=doctor.HELP)(doctor.doctor)
+app.command("serve", help=serve.HELP)(serve.serve)
 app.command("try", help=trial.HELP)(trial.attempt)
 app.command("warm", help=warm.HELP)(warm.warm)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)
+app.command("report", help=report.HELP)(report.report)
+app.add_typer(bench.app, name="bench", help=bench.HELP)
 app.add_typer(store.app, name="store", help=store.HELP)
 app.add_typer(eval.app, name="eval", help=eval.HELP)
 

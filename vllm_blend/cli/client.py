@@ -5,20 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 
+from vllm_blend.cli.options import KEY_ENV
 from vllm_blend.server.request import REPORT_KEY
-
-KEY_ENV = "OPENAI_API_KEY"
-"""The environment variable that has the server's API key, where it wants one."""
-
-Url = Annotated[
-    str | None,
-    typer.Option("--url", help=f"A running server, e.g. http://127.0.0.1:8000 (its key: ${KEY_ENV})."),
-]
 
 
 class ServerError(Exception):
@@ -46,9 +38,14 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers)
 
-    def get(self, path: str) -> httpx.Response:
-        """Raises ServerError."""
-        return self._ask("GET", path)
+    def get(self, path: str, key: str | None = None) -> httpx.Response:
+        """Raises ServerError.
+
+        Args:
+            key: another one than the API's.
+        """
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return self._ask("GET", path, headers=headers)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer's JSON; raises ServerError."""
@@ -89,7 +86,8 @@ def report_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _message(answer: httpx.Response) -> str:
     try:
-        error = answer.json()["error"]
+        said = answer.json()
+        error = said["error"] if "error" in said else said["detail"]  # vLLM's; the operator's routes'
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return f"HTTP {answer.status_code} of {answer.request.url.path}"

@@ -11,9 +11,8 @@ import typer
 from rich.markup import escape
 
 from vllm_blend.cli.checks.finding import Finding, Level, wrong
-from vllm_blend.cli.client import Url
-from vllm_blend.cli.output import Json, console, found_wrong, help_text, print_json, quiet_vllm
-from vllm_blend.cli.settings import Settings
+from vllm_blend.cli.options import Arguments, Json, Settings, Url
+from vllm_blend.cli.output import console, found_wrong, help_text, print_json, quiet_vllm
 
 MARKS = {Level.OK: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.WRONG: "[bold red]wrong[/]"}
 
@@ -32,9 +31,7 @@ HELP = help_text(
 
 def doctor(
     model: Annotated[str | None, typer.Argument(help="Model folder or name.")] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of vllm serve.")
-    ] = None,
+    arguments: Arguments = None,
     settings: Settings = None,
     url: Url = None,
     as_json: Json = False,

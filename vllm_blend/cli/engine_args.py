@@ -6,15 +6,9 @@ import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from vllm_blend.server.config import CONFIG_KEY
-
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of vllm serve.")
-]
 
 
 def engine_config(arguments: Sequence[str], settings: Mapping[str, Any]) -> Any:
@@ -24,11 +18,13 @@ def engine_config(arguments: Sequence[str], settings: Mapping[str, Any]) -> Any:
         settings: of blending; what the arguments have of them is left out.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     options = parse(arguments)
     found = options.additional_config if isinstance(options.additional_config, Mapping) else {}
     options.additional_config = dict(found) | {CONFIG_KEY: dict(settings)}
-    return AsyncEngineArgs.from_cli_args(options).create_engine_config()
+    # of which vLLM's defaults depend, the tokens of a step among them
+    return AsyncEngineArgs.from_cli_args(options).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def engine_options(arguments: Sequence[str]) -> dict[str, Any]:

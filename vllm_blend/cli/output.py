@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,8 +17,6 @@ from rich.table import Table
 
 FOUND = 1
 """The exit code of a command that found something wrong. (0: all is well; 2: the call was wrong.)"""
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
 
 def help_text(text: str, *examples: str) -> str:
@@ -82,7 +83,22 @@ def share(value: float) -> str:
     return f"{value:.0%}"
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Says on standard error that something takes its time, and what: at a terminal while it does."""
+    shown = console(stderr=True)
+    if not shown.is_terminal:
+        shown.print(f"{what} ...", markup=False)
+        yield
+        return
+    with shown.status(escape(what)):
+        yield
+
+
 def quiet_vllm() -> None:
-    """Keeps vLLM's log off standard output, and to errors; to be called before vLLM is imported."""
+    """Keeps vLLM's log off standard output, and it and torch's to errors; before they are imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("torch._library").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -5,25 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from vllm_blend.cli.output import wrong_call
 from vllm_blend.server.config import CONFIG_KEY
 
 FRAMES = ("additional-config", "additional_config", CONFIG_KEY)
 """Keys that settings may stand under, the outer ones first."""
-
-Settings = Annotated[
-    str | None,
-    typer.Option(
-        "--settings",
-        metavar="FILE|JSON",
-        help="A server's settings: a JSON or YAML file, or JSON; what stands under vllm_blend, or all "
-        "of --additional-config.",
-    ),
-]
 
 
 def read_settings(given: str | None) -> dict[str, Any]:

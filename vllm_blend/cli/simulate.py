@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_blend.cli.engine_args import Arguments, engine_config, first_line
+from vllm_blend.cli.client import ServerError
+from vllm_blend.cli.engine_args import engine_config, first_line
+from vllm_blend.cli.options import Arguments, Json, Limit, Model, Prompts, Settings, rows_or_wrong_call
 from vllm_blend.cli.output import (
-    Json,
+    console,
+    found_wrong,
     help_text,
     print_json,
     print_table,
@@ -23,14 +25,15 @@ from vllm_blend.cli.output import (
     size,
     wrong_call,
 )
-from vllm_blend.cli.prompts import read_rows
-from vllm_blend.cli.settings import Settings, settings_or_wrong_call
-from vllm_blend.store.compute_time import ComputeTime, EngineTimes
+from vllm_blend.cli.settings import settings_or_wrong_call
+from vllm_blend.cli.step_costs import StepCosts, measured
 from vllm_blend.store.load_time import LoadTime
 
 if TYPE_CHECKING:
     from vllm_blend.cli.prompts import Row
     from vllm_blend.cli.simulation import Served, Simulation
+
+LOWER_TIERS = ("disk", "redis", "s3")
 
 HELP = help_text(
     """Say what a server would reuse of a trace: hit rate, reused share, memory by tier, and the gain in
@@ -38,8 +41,8 @@ HELP = help_text(
 
     TRACE has a prompt a line (docs/cli.md). vLLM's own scheduler runs, as a blending server has it,
     over a stand-in for the model. A prompt comes when its line says ("at": seconds), else once the
-    server is idle. For times a fit of prefills is needed: --times has one, --measure makes one on this
-    machine.""",
+    server is idle. For times a fit of steps is needed: --times has one; --measure makes one, with a
+    server of the same arguments and settings on this machine, in a few minutes.""",
     "vllm-blend simulate trace.jsonl MODEL",
     "vllm-blend simulate trace.jsonl MODEL --settings blend.yaml --times times.json --measure",
     "vllm-blend simulate trace.jsonl MODEL --cache-gb 40 --json -- --max-model-len 16384",
@@ -47,52 +50,67 @@ HELP = help_text(
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Prompts, as lines of JSON (.jsonl, .jsonl.gz).")],
-    model: Annotated[str, typer.Argument(help="Folder with config.json and a tokenizer.")],
+    trace: Prompts,
+    model: Model,
     arguments: Arguments = None,
     settings: Settings = None,
     times: Annotated[
-        Path | None, typer.Option(help="A fit of prefill times (JSON), of --measure's making.")
+        Path | None, typer.Option(help="A fit of steps' times (JSON), of --measure's making.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Load the model here, time it, and write --times.")
+        bool, typer.Option("--measure", help="Start a server here, time it, and write --times.")
     ] = False,
     cache_gb: Annotated[float, typer.Option(min=0.001, help="GB of vLLM's own KV cache.")] = 8.0,
     load_gbps: Annotated[float, typer.Option(min=0.001, help="GB/s of loads from lower tiers.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of the trace.")] = None,
+    limit: Limit = None,
     as_json: Json = False,
 ) -> None:
     quiet_vllm()
     values = settings_or_wrong_call(settings)
     if values.get("recomp_ratio") == "auto":
         raise wrong_call("simulate takes a fixed recomp_ratio, not 'auto'", "--settings")
-    try:
-        rows = read_rows(trace, limit)
-    except ValueError as error:
-        raise wrong_call(str(error), "TRACE") from None
+    rows = rows_or_wrong_call(trace, limit, "TRACE")
     if measure and times is None:
         raise wrong_call("--measure writes a file: name it by --times", "--measure")
-    fit = None
-    if times is not None:
-        fit = measured(model, times) if measure else read_times(times)
+    costs = None if times is None or measure else _read(times)
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_blend.cli.simulation import Simulation
-
-    loads = {name: LoadTime(1e-4, load_gbps * 1e9) for name in ("disk", "redis", "s3")}
-    runs: list[tuple[Simulation, list[Served]]] = []
+    given, loads = arguments or [], {name: LoadTime(1e-4, load_gbps * 1e9) for name in LOWER_TIERS}
     try:
-        for field in (None, "off") if fit is not None else (None,):
-            config = engine_config(["--model", model, *(arguments or [])], values)
-            server = Simulation(config, cache_gb, fit, loads)
-            runs.append((server, server.serve(rows, field)))
+        config = engine_config(["--model", model, *given], values)
+        run = partial(served_by, config, rows, cache_gb, loads)
+        if measure and times is not None:
+            longest = max(one.report["prompt_tokens"] for one in run(None, None)[1])
+            costs = measured(model, given, values, longest, config)
+            costs.write(times)
+        blended = run(costs, None)
+        found = figures(rows, *blended)
+        if costs is not None:
+            found |= gain(blended[1], run(costs, "off")[1])
     except (VLLMValidationError, ValueError, OSError) as error:
         raise wrong_call(first_line(error)) from None
-    found = figures(rows, *runs[0]) | ({} if fit is None else gain(runs[0][1], runs[1][1]))
+    except ServerError as error:
+        console(stderr=True).print(str(error), markup=False)
+        raise found_wrong() from None
     if as_json:
         print_json(found)
     else:
         _show(found)
+
+
+def served_by(
+    config: Any,
+    rows: Sequence[Row],
+    cache_gb: float,
+    loads: Mapping[str, LoadTime],
+    costs: StepCosts | None,
+    field: Any,
+) -> tuple[Simulation, list[Served]]:
+    """A server that was asked all of a trace; ``field``: of blending, instead of the rows' own."""
+    from vllm_blend.cli.simulation import Simulation
+
+    server = Simulation(config, cache_gb, costs, loads)
+    return server, server.serve(rows, field)
 
 
 def figures(rows: Sequence[Row], server: Simulation, served: Sequence[Served]) -> dict[str, Any]:
@@ -152,24 +170,12 @@ def _sum(served: Sequence[Served], name: str) -> int:
     return sum(one.report.get(name, 0) for one in served)
 
 
-def measured(model: str, path: Path) -> EngineTimes:
-    """Times prefills of the model on this machine, and keeps the fit."""
-    from vllm_blend.api.load_control import measure_engine
-    from vllm_blend.cli.eval.run import make_blender
-
-    times = measure_engine(make_blender(Path(model), 4096))
-    path.write_text(json.dumps(asdict(times), indent=1) + "\n")
-    return times
-
-
-def read_times(path: Path) -> EngineTimes:
-    """A fit of ``measured``'s, or one that was made by hand."""
+def _read(path: Path) -> StepCosts:
+    """A fit of ``--measure``'s, or one that was made by hand."""
     try:
-        values = json.loads(path.read_text())
-        return EngineTimes(ComputeTime(**values["blended"]), ComputeTime(**values["full"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "blended and full, each with fixed, token, row and pair, in seconds"
-        raise wrong_call(f"{path} is no fit ({error}); expected {what}", "--times") from None
+        return StepCosts.read(path)
+    except (OSError, ValueError) as error:
+        raise wrong_call(f"{path} is no fit: {error}", "--times") from None
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -8,11 +8,13 @@ what a server does, not a model of it. A clock of its own says when requests com
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_blend.cli.prompts import Row
+from vllm_blend.cli.step_costs import StepCosts, rows_of
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, ChunkKey, CollectPlan, KeyedPlan
 from vllm_blend.core.settings import num_kept
@@ -20,7 +22,6 @@ from vllm_blend.core.step import Blended
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
 from vllm_blend.server.request import REPORT_KEY
-from vllm_blend.store.compute_time import EngineTimes
 from vllm_blend.store.config import TIERS
 from vllm_blend.store.index import Index
 from vllm_blend.store.keys import ModelKey
@@ -67,7 +68,7 @@ class StandIn:
     Args:
         requests: the scheduler's, by id.
         model_key: of the store's keys.
-        times: None: steps take no time.
+        costs: None: steps take no time.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class StandIn:
         requests: Mapping[str, Any],
         model_key: ModelKey,
         tiers: Sequence[TierIndex],
-        times: EngineTimes | None,
+        costs: StepCosts | None,
     ) -> None:
         self.tiers = tiers
         self.computed: dict[ChunkKey, int] = {}  # every chunk that was ever kept, and its tokens
-        self._requests, self._model_key, self._times = requests, model_key, times
+        self._requests, self._model_key, self._costs = requests, model_key, costs
+        self._num_layers = model_key.shape.num_layers
         self._coming: list[tuple[float, ChunkKey, bool]] = []  # loads, by their end
 
     @property
@@ -106,14 +108,16 @@ class StandIn:
             seconds = self._add(seconds, *self._window(request, end - count, end, events))
             names.append(name)
             sampled.append([0] if end >= request.num_tokens else [])
+        if self._costs is not None:
+            seconds += self._costs.keep * sum(self.computed[key] for key in events.kept)
         found = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
         setattr(found, EVENTS, events)
         return found, seconds
 
     def _window(
         self, request: Any, start: int, end: int, events: WorkerEvents
-    ) -> tuple[int, int, bool]:
-        """A request's part of a step: tokens up to its end, computed rows, whether it blends."""
+    ) -> tuple[int, float, bool]:
+        """A request's part of a step: tokens up to its end, rows, whether it blends."""
         plan = (request.sampling_params.extra_args or {}).get(EXTRA_ARG)
         if isinstance(plan, CollectPlan):
             self._collect(plan, start, end, events)
@@ -128,7 +132,8 @@ class StandIn:
             return end, end - start, False
         recomputed = num_kept(plan.settings.last_ratio, reused - exact)
         events.blended.append(Blended(request.request_id, start, reused, recomputed))
-        return end, end - start - reused + recomputed, True
+        rows = rows_of(end - start - reused, recomputed, plan.settings, self._num_layers)
+        return end, rows, True
 
     def _collect(self, plan: CollectPlan, start: int, end: int, events: WorkerEvents) -> None:
         """Keeps a chunk once all of it was computed."""
@@ -156,11 +161,11 @@ class StandIn:
         key = self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)
         return key.digest, Layout.of(key, scored=True).num_bytes
 
-    def _add(self, seconds: float, num_tokens: int, num_rows: int, blends: bool) -> float:
+    def _add(self, seconds: float, num_tokens: int, num_rows: float, blends: bool) -> float:
         """The time of a step with one request more; what a step costs anyway counts once."""
-        if self._times is None:
+        if self._costs is None:
             return 0.0
-        times = self._times.blended if blends else self._times.full
+        times = self._costs.blended if blends else self._costs.full
         alone = times.seconds(num_tokens, num_rows)
         return alone if not seconds else seconds + alone - times.fixed
 
@@ -171,7 +176,7 @@ class Simulation:
     Args:
         config: vLLM's.
         cache_gb: of vLLM's own KV cache.
-        times: of prefills; None: not known.
+        costs: of steps; None: not known.
         loads: of the store's tiers, by name.
     """
 
@@ -179,7 +184,7 @@ class Simulation:
         self,
         config: Any,
         cache_gb: float,
-        times: EngineTimes | None = None,
+        costs: StepCosts | None = None,
         loads: Mapping[str, LoadTime] | None = None,
     ) -> None:
         from vllm.renderers.online_renderer import OnlineRenderer
@@ -222,7 +227,7 @@ class Simulation:
             if store.get(name)
         ]
         key = ModelKey("simulated", "", shape, storage=store.get("storage", "auto"))
-        self.stand_in = StandIn(self.scheduler.requests, key, tiers, times)
+        self.stand_in = StandIn(self.scheduler.requests, key, tiers, costs)
         self.now = 0.0
 
     def serve(self, rows: Iterable[Row], field: Any = None) -> list[Served]:
@@ -247,12 +252,15 @@ class Simulation:
 
     def _run(self, came: Mapping[str, float], found: dict[str, Served], until: float | None) -> None:
         """Steps until a time, or until there is nothing left to do."""
+        from vllm_blend.server.scheduler.scheduler import STARTED
+
         while self.scheduler.has_requests() and (until is None or self.now < until):
             output = self.scheduler.schedule()
             answer, seconds = self.stand_in.run(output, self.now)
             if not output.num_scheduled_tokens and (at := self.stand_in.next_load) is not None:
                 self.now = max(self.now, at)
             self.now += seconds
+            setattr(output, STARTED, time.monotonic() - seconds)  # what the scheduler takes it for
             results = self.scheduler.update_from_output(output, answer)
             for out in (out for result in results.values() for out in result.outputs):
                 report = (out.kv_transfer_params or {}).get(REPORT_KEY) or {}

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
+from vllm_blend.cli.options import Json, Settings
 from vllm_blend.cli.output import (
-    Json,
-    console,
     found_wrong,
     help_text,
     print_json,
@@ -23,11 +19,9 @@ from vllm_blend.cli.output import (
     size,
     wrong_call,
 )
-from vllm_blend.cli.settings import Settings, settings_or_wrong_call
-from vllm_blend.store.audit import DiskShelf, Entry, Shelf, look
+from vllm_blend.cli.places import Looked, Opened, opened
+from vllm_blend.store.audit import Entry, look
 from vllm_blend.store.record import Rejected
-from vllm_blend.store.secrets import check_key, read_secret
-from vllm_blend.store.tier import TierError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -49,63 +43,6 @@ TierName = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A place, and the key that its checksums are made with."""
-
-    shelf: Shelf
-    checksum_key: bytes
-
-
-@contextmanager
-def opened(place: str | None, settings: str | None, tier: str | None) -> Iterator[Opened]:
-    """The place that a command names; raises what a wrong call is, and ends with 1 if it fails."""
-    store = settings_or_wrong_call(settings).get("store") or {}
-    try:
-        key = read_secret("checksum_key", store["checksum_key"]) if "checksum_key" in store else ""
-        shelf = _shelf(place, store, tier)
-        check_key(key.encode())
-    except (ValueError, OSError, ImportError) as error:
-        raise wrong_call(str(error), "PLACE") from None
-    try:
-        yield Opened(shelf, key.encode())
-    except (TierError, OSError) as error:
-        console(stderr=True).print(f"{shelf.name}: {error}", markup=False)
-        raise found_wrong() from None
-    finally:
-        shelf.close()
-
-
-def _shelf(place: str | None, store: dict[str, Any], tier: str | None) -> Shelf:
-    """Raises ValueError, OSError or ImportError where there is no such place."""
-    if place is None:
-        tiers = [name for name in ("disk", "redis", "s3") if store.get(name)]
-        name = tier or (tiers[0] if tiers else "")
-        if name not in tiers:
-            raise ValueError("name a folder or an address, or --settings with a store that has tiers")
-        values = {key: value for key, value in store[name].items() if key != "budget_gb"}
-        if "password" in values:
-            values["password"] = read_secret("password of redis", values["password"])
-    elif place.startswith(("redis://", "rediss://")):
-        name, values = "redis", {"url": place}
-    elif place.startswith("s3://"):
-        bucket, _, prefix = place.removeprefix("s3://").partition("/")
-        name, values = "s3", {"bucket": bucket} | ({"prefix": prefix} if prefix else {})
-    else:
-        return DiskShelf(place)
-    if name == "disk":
-        return DiskShelf(values["folder"])
-    from vllm_blend.store.audit_remote import RedisShelf, S3Shelf
-
-    if name == "redis":
-        from vllm_blend.store.redis_tier import RedisTier
-
-        return RedisShelf(RedisTier(budget_bytes=0, **values))
-    from vllm_blend.store.s3_tier import S3Tier
-
-    return S3Shelf(S3Tier(budget_bytes=0, **values))
 
 
 @app.command(
@@ -212,11 +149,10 @@ def verify(
     as_json: Json = False,
 ) -> None:
     with opened(place, settings, tier) as at:
-        entries = at.shelf.entries()
-        damaged = _damaged(at, entries, whole=not quick)
+        looked = Looked.at(at, whole=not quick)
         beside = at.shelf.mend(dry=True)
-    _tell(len(entries), damaged, beside, as_json, "damaged")
-    if damaged:
+    looked.tell(beside, as_json, "damaged")
+    if looked.damaged:
         raise found_wrong()
 
 
@@ -238,17 +174,16 @@ def repair(
     as_json: Json = False,
 ) -> None:
     with opened(place, settings, tier) as at:
-        entries = at.shelf.entries()
-        damaged = _damaged(at, entries, whole=True)
-        if at.checksum_key == b"" and entries and len(damaged) == len(entries) > 1 and not dry_run:
+        looked = Looked.at(at, whole=True)
+        if at.checksum_key == b"" and looked.all_damaged and not dry_run:
             message = (
                 "every record fails its checksum: if this store has a checksum key, give --settings"
             )
             raise wrong_call(f"{message}; to remove all, use purge --all", "PLACE")
-        for entry, _ in damaged if not dry_run else ():
+        for entry, _ in looked.damaged if not dry_run else ():
             at.shelf.remove(entry)
         beside = at.shelf.mend(dry_run)
-    _tell(len(entries), damaged, beside, as_json, "to be removed" if dry_run else "removed")
+    looked.tell(beside, as_json, "to be removed" if dry_run else "removed")
 
 
 @app.command(
@@ -299,41 +234,6 @@ def purge(
     else:
         said = "would be removed" if dry_run else "removed"
         say(f"{len(chosen)} of {len(entries)} records, {size(amount)}: {said}")
-
-
-def _damaged(at: Opened, entries: list[Entry], whole: bool) -> list[tuple[Entry, str]]:
-    """Those that the store would not use, and why."""
-    from rich.progress import track
-
-    found = []
-    for entry in track(entries, "reading", console=console(stderr=True), transient=True):
-        try:
-            look(at.shelf, entry, at.checksum_key, whole)
-        except Rejected as error:
-            found.append((entry, str(error)))
-    return found
-
-
-def _tell(
-    number: int, damaged: list[tuple[Entry, str]], beside: list[str], as_json: bool, said: str
-) -> None:
-    listed = [{"key": e.digest.hex(), "bytes": e.num_bytes, "why": why} for e, why in damaged]
-    if as_json:
-        print_json({"records": number, said.replace(" ", "_"): listed, "beside": beside})
-        return
-    if damaged:
-        print_table(
-            ("key", "size", "why"),
-            [[e.digest.hex(), size(e.num_bytes), why] for e, why in damaged],
-            (1,),
-        )
-    for line in beside:
-        say(f"beside the records: {line}")
-    say(
-        f"{number} records, {len(damaged)} {said}"
-        if damaged
-        else f"{number} records, all of them whole"
-    )
 
 
 def _row(at: Opened, entry: Entry, decode: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_blend.cli.engine_args import Arguments, engine_options, first_line
+from vllm_blend.cli.engine_args import engine_options, first_line
+from vllm_blend.cli.options import Arguments, Json, Limit, Model, Prompts, rows_or_wrong_call
 from vllm_blend.cli.output import (
-    Json,
     found_wrong,
     help_text,
     print_json,
@@ -22,7 +22,7 @@ from vllm_blend.cli.output import (
     say,
     wrong_call,
 )
-from vllm_blend.cli.prompts import Row, read_rows
+from vllm_blend.cli.prompts import Row
 from vllm_blend.core.settings import policy_factors
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ HELP = help_text(
 
 
 def attempt(
-    model: Annotated[str, typer.Argument(help="Model folder or name.")],
-    prompts: Annotated[Path, typer.Argument(help="Prompts, as lines of JSON (.jsonl, .jsonl.gz).")],
+    model: Model,
+    prompts: Prompts,
     arguments: Arguments = None,
     quality: Annotated[float, typer.Option(min=0, max=1, help="Share of the KL to remove.")] = 0.5,
     out: Annotated[Path, typer.Option(help="Settings to write: .yaml for --config, else JSON.")] = Path(
@@ -63,7 +63,7 @@ def attempt(
     ratios: Annotated[str, typer.Option(help="Ratios to try, by commas.")] = RATIOS,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
     max_model_len: Annotated[int, typer.Option(min=64, help="Tokens of the longest prompt.")] = 8192,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of the file.")] = None,
+    limit: Limit = None,
     results: Annotated[
         Path | None, typer.Option(help="Keep results in this folder, and go on where they stop.")
     ] = None,
@@ -116,13 +116,11 @@ def write_settings(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _rows(path: Path, limit: int | None) -> list[Row]:
-    try:
-        rows = read_rows(path, limit)
-        for number, row in enumerate(rows, 1):
-            if not row.chunks:
-                raise ValueError(f"prompt {number} of {path} has no chunks, or no separator")
-    except ValueError as error:
-        raise wrong_call(str(error), "PROMPTS") from None
+    rows = rows_or_wrong_call(path, limit, "PROMPTS")
+    for number, row in enumerate(rows, 1):
+        if not row.chunks:
+            said = f"prompt {number} of {path} has no chunks, or no separator"
+            raise wrong_call(said, "PROMPTS")
     return rows
 
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_blend.cli.client import Server, ServerError, Url, report_of, with_parts
-from vllm_blend.cli.engine_args import Arguments, engine_options, first_line
+from vllm_blend.cli.client import Server, ServerError, report_of, with_parts
+from vllm_blend.cli.engine_args import engine_options, first_line
+from vllm_blend.cli.options import Arguments, Json, Settings, Url
 from vllm_blend.cli.output import (
-    Json,
     console,
     found_wrong,
     help_text,
@@ -23,9 +23,9 @@ from vllm_blend.cli.output import (
     say,
     wrong_call,
 )
-from vllm_blend.cli.settings import Settings, settings_or_wrong_call
+from vllm_blend.cli.settings import settings_or_wrong_call
+from vllm_blend.cli.sources import read_texts
 
-SUFFIXES = (".txt", ".md")
 QUESTION = "What is this about?"
 AT_ONCE = 32
 """Chunks that are computed in one batch for a store."""
@@ -33,15 +33,16 @@ AT_ONCE = 32
 HELP = help_text(
     """Let a running server, or a store, compute chunks before clients ask for them.
 
-    SOURCE is a folder, whose .txt and .md files are a chunk each, or a .jsonl file: lines with "text",
-    or with "chunks" as prompts have them. Cut texts as your retriever does: a chunk is found by its
-    token ids.
+    SOURCE is a folder, whose .txt and .md files are a chunk each; a .jsonl file: lines with "text", or
+    with "chunks" as prompts have them; or hf:NAME, a Hugging Face data set by its name or folder, which
+    needs the package datasets. Cut texts as your retriever does: a chunk is found by its token ids.
 
     With --url, the server is asked about the texts. With --model and a store's --settings, the chunks
     are computed here, and written to the store's tiers, where servers of the same model find them. With
     --progress a run that was stopped goes on where it was.""",
     "vllm-blend warm passages/ --url http://127.0.0.1:8000",
     "vllm-blend warm passages.jsonl --url http://127.0.0.1:8000 --progress done.txt",
+    "vllm-blend warm hf:NAME --column passage --split train --url http://127.0.0.1:8000",
     "vllm-blend warm passages.jsonl --model MODEL --settings blend.yaml -- --dtype bfloat16",
 )
 
@@ -62,12 +63,14 @@ class Count:
 
 
 def warm(
-    source: Annotated[Path, typer.Argument(help="Folder of texts, or lines of JSON.")],
+    source: Annotated[str, typer.Argument(help="Folder of texts, lines of JSON, or hf:NAME.")],
     arguments: Arguments = None,
     url: Url = None,
     model: Annotated[str | None, typer.Option(help="Compute here, with this model.")] = None,
     settings: Settings = None,
     tenant: Annotated[str, typer.Option(help="Whose chunks they are: the requests' cache_salt.")] = "",
+    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    column: Annotated[str, typer.Option(help="Of a data set: a text, or a list of texts.")] = "text",
     per_request: Annotated[int, typer.Option(min=1, help="Texts of a request to the server.")] = 4,
     progress: Annotated[
         Path | None, typer.Option(help="File that notes which texts are done; made if need be.")
@@ -78,7 +81,7 @@ def warm(
     if (url is None) == (model is None):
         raise wrong_call("give --url, or --model with --settings of a store")
     try:
-        texts = list(dict.fromkeys(read_texts(source)))
+        texts = list(dict.fromkeys(read_texts(source, split, column)))
     except (OSError, ValueError) as error:
         raise wrong_call(str(error), "SOURCE") from None
     where = url or str(settings_or_wrong_call(settings).get("store"))
@@ -133,24 +136,6 @@ class Book:
 
     def _name(self, text: str) -> str:
         return sha256(json.dumps([self._target, text]).encode()).hexdigest()[:32]
-
-
-def read_texts(source: Path) -> Iterator[str]:
-    """The texts of a folder's files, or of a file's lines.
-
-    Raises:
-        ValueError: if there are none, or a line has no text; names it.
-        OSError: if it cannot be read.
-    """
-    if source.is_dir():
-        files = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-        if not files:
-            raise ValueError(f"{source} has no files that end in {' or '.join(SUFFIXES)}")
-        yield from filter(None, (path.read_text(encoding="utf-8").strip() for path in files))
-        return
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            yield from _texts_of(line, f"line {number} of {source.name}")
 
 
 def by_requests(
@@ -250,17 +235,3 @@ def _follow(steps: Iterator[list[str]], book: Book, total: int) -> None:
         for texts in steps:
             book.note(texts)
             bar.advance(task, len(texts))
-
-
-def _texts_of(line: str, where: str) -> list[str]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from None
-    found = values
-    if isinstance(values, dict):
-        found = values.get("text", values.get("chunks"))
-    texts = [found] if isinstance(found, str) else found
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) and t for t in texts):
-        raise ValueError(f'{where}: expected a text, {{"text": ...}} or {{"chunks": [...]}}')
-    return texts

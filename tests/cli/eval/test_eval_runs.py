@@ -132,7 +132,7 @@ def test_a_long_passages_chunks_may_be_computed_behind_what_precedes_them(
 def test_kv_harvested_of_the_same_prompt_is_exact(
     blender: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_blend.eval.runner.others", lambda examples: {e: e for e in examples})
+    monkeypatch.setattr("vllm_blend.cli.eval.runner.others", lambda examples: {e: e for e in examples})
     runner = Runner(blender, Protocol("SmolLM2"), tmp_path, batch=2)
     methods = ["reuse", "reuse:behind=harvested", "static@0.1:behind=harvested"]
     for result in runner.run(TASKS["synthetic"], synthetic("whole", 2), methods):
