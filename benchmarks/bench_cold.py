@@ -65,17 +65,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     config = json.dumps({"vllm_blend": settings | options.settings})
     rows, results = [], []
     with ExitStack() as stack:
-        urls, processes = {}, {}
-        for kind, arguments, environment in (
-            ("stock", [], {"VLLM_PLUGINS": ""}),
-            ("blend", ["--additional-config", config], plugin_environment(folder)),
-        ):
-            arguments = [*options.server_args.split(), *arguments]
-            started = server(model, arguments, environment, log_of(kind, options.logs))
-            up = stack.enter_context(started)
-            urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
-        for url in urls.values():  # kernels that are compiled at first use
-            post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
+        urls, processes = start_both(stack, model, options.server_args, config, folder, options.logs)
         total = options.requests * options.chunks * len(options.seen) * len(options.concurrency)
         corpus = iter(documents(total, options.chunk_tokens, pathlib.Path(model)))
         for seed, (seen, concurrency) in enumerate(
@@ -118,6 +108,28 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     ]
     print_table([*head, "TTFT p95 (s)", "of stock's", "tokens reused"], rows)
     print(json.dumps({"hardware": hardware(), "requests": options.requests, "results": results}))
+
+
+def start_both(
+    stack: ExitStack,
+    model: str,
+    server_args: str,
+    config: str,
+    folder: pathlib.Path,
+    logs: pathlib.Path | None = None,
+) -> tuple[dict[str, str], dict[str, psutil.Process]]:
+    """Starts a stock and a blending server; their addresses and processes."""
+    urls, processes = {}, {}
+    for kind, arguments, environment in (
+        ("stock", [], {"VLLM_PLUGINS": ""}),
+        ("blend", ["--additional-config", config], plugin_environment(folder)),
+    ):
+        arguments = [*server_args.split(), *arguments]
+        up = stack.enter_context(server(model, arguments, environment, log_of(kind, logs)))
+        urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
+    for url in urls.values():  # kernels that are compiled at first use
+        post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
+    return urls, processes
 
 
 def cpu_seconds(process: psutil.Process) -> float:

@@ -69,7 +69,8 @@ class Rotation:
             return k.clone()
         run = start, len(k)
         if run not in self._runs:
-            self._runs[run] = self._back(torch.arange(start, start + len(k)))
+            positions = torch.arange(start, start + len(k), device=self.table.device)
+            self._runs[run] = self._back(positions)
             if len(self._runs) > KNOWN_RUNS:
                 self._runs.popitem(last=False)
         return self._turned(k, *self._runs[run])
