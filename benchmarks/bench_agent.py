@@ -16,11 +16,10 @@ import tempfile
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 from agent_trace import prompts
-from bench_cold import measure, suspended
+from bench_cold import measure, start_both, suspended
 from harness import hardware, print_table
-from served import log_of, model_of, parser_of, plugin_environment, post, server, wait_for
+from served import model_of, parser_of
 
 QUARTERS = 4
 
@@ -44,16 +43,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     config = json.dumps({"vllm_blend": settings})
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        urls, processes = {}, {}
-        for kind, arguments, environment in (
-            ("stock", [], {"VLLM_PLUGINS": ""}),
-            ("blend", ["--additional-config", config], plugin_environment(folder)),
-        ):
-            arguments = [*options.server_args.split(), *arguments]
-            up = stack.enter_context(server(model, arguments, environment, log_of(kind, None)))
-            urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
-        for url in urls.values():  # kernels that are compiled at first use
-            post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
+        urls, processes = start_both(stack, model, options.server_args, config, folder)
         turns = list(prompts(options.turns, options.seed))
         size = -(-len(turns) // QUARTERS)
         for quarter in range(QUARTERS):

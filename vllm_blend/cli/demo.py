@@ -171,8 +171,8 @@ def load(
     """A blender whose prompts begin with ``HEAD``, and the model's folder."""
     from vllm_blend.api.blender import Blender
     from vllm_blend.api.embedded import embedded_model
-    from vllm_blend.core.settings import BlendSettings
     from vllm_blend.cli.eval.run import make_blender
+    from vllm_blend.core.settings import BlendSettings
 
     folder = model or str(embedded_model())
     settings = BlendSettings()

@@ -41,6 +41,9 @@ WRITE_TRIES = 3
 APPEARED = 2048
 """Records that were used lately and are looked at at a time, for those of other processes."""
 
+HEADS = 256
+"""Of those, how many are read at a time."""
+
 NAMED = 100_000
 """Records that are known not to be news."""
 
@@ -201,20 +204,26 @@ class RedisTier:
             )
             digests = [bytes.fromhex(name.decode()) for name, _ in used]
             new = [digest for digest in digests if digest not in self._told]
-            found = [(digest, ids) for digest in new if (ids := self._token_ids(digest)) is not None]
+            found: list[RecordIds] = []
+            for at in range(0, len(new), HEADS):
+                found += self._ids_of(new[at : at + HEADS])
         self._told_to = repr(used[0][1]) if used else self._told_to
         for digest in reversed(digests):
             self._is_told(digest)
         return found
 
-    def _token_ids(self, digest: bytes) -> tuple[int, ...] | None:
-        name = self._chunk + digest.hex()
-        data: Any = self._client.getrange(name, 0, HEAD_BYTES - 1)
-        ids = token_ids_in(data)
-        if ids is None and len(data) == HEAD_BYTES:
-            data = self._client.getrange(name, 0, LARGEST_HEAD - 1)
+    def _ids_of(self, digests: list[bytes]) -> Iterator[RecordIds]:
+        """Those of records that can be read."""
+        names = [self._chunk + digest.hex() for digest in digests]
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            pipeline.getrange(name, 0, HEAD_BYTES - 1)
+        for digest, name, data in zip(digests, names, pipeline.execute(), strict=True):
             ids = token_ids_in(data)
-        return ids
+            if ids is None and len(data) == HEAD_BYTES:
+                ids = token_ids_in(self._client.getrange(name, 0, LARGEST_HEAD - 1))  # type: ignore
+            if ids is not None:
+                yield digest, ids
 
     def _is_told(self, digest: bytes) -> None:
         self._told[digest] = None

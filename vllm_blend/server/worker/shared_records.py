@@ -63,10 +63,12 @@ class SharedRecords:
 
     def remove(self, digest: bytes) -> None:
         """A record is deleted; if it is written again it is found again."""
-        if digest in self._digests:
-            self._digests.discard(digest)
-            kept = [(digest, ()) if one[0] == digest else one for one in self._records]
-            self._records = deque(kept)  # so that the others keep their numbers
+        for at, (other, ids) in enumerate(self._records if digest in self._digests else ()):
+            if other == digest and ids:
+                self._records[at] = digest, ()  # so that the others keep their numbers
+                self._num_tokens -= len(ids)
+                break
+        self._digests.discard(digest)
 
     def _add(self, records: list[RecordIds]) -> None:
         """Adds those that are not known, the last of which was used least recently."""
