@@ -41,9 +41,16 @@ needs_avx512 = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def unrounded(folder: Path) -> torch.Tensor:
+def plain(folder: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Over a cache of the model's type: logits; K and V of layer 0, which depend on no cache."""
     with make_engine(folder) as engine:
-        return first_logits(engine)[1]
+        prompt, logits = first_logits(engine)
+        return logits, engine.collect(prompt)[0]
+
+
+@pytest.fixture(scope="module")
+def unrounded(plain: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
+    return plain[0]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,6 +80,16 @@ def test_exact_kv_over_a_cache_in_fp8_is_its_full_prefill(
     with fp8.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
         logits = last_logits(fp8, prompt)
     assert relative_error(logits, full) < noise / 100
+
+
+@needs_avx512
+def test_kv_that_is_kept_has_not_been_rounded(
+    fp8: Engine, plain: tuple[torch.Tensor, list[torch.Tensor]]
+) -> None:
+    """So it is rounded once, however often it is reused."""
+    kept = fp8.collect(fp8.ids(LENGTH, 1))[0]
+    for found, expected in zip(kept, plain[1], strict=True):
+        assert relative_error(found, expected) < 1e-6
 
 
 @needs_avx512
