@@ -1,0 +1,120 @@
+"""What keeping a prompt's chunks costs its prefill: the same engine, with chunks marked and without.
+
+    python benchmarks/bench_harvest.py                        # a GPU, Mistral-7B's shape
+    python benchmarks/bench_harvest.py --shape tiny --dtype float32 --chunk-tokens 30 40    # a CPU
+
+Prompts of random tokens, never seen before, so that nothing is reused: the price that cold traffic
+pays. ``--at-once`` prompts are sent together, in turns without and with chunks. Shown are medians of
+the rounds; the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+from harness import hardware, print_table
+
+OUTPUT_TOKENS = 16
+PLAIN_TOKENS = 20
+"""Tokens before the chunks, and after them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="mistral-7b", help="of ttft_shapes.py, with dummy weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--chunks", type=int, default=5, help="of a prompt (5)")
+    parser.add_argument(
+        "--chunk-tokens", type=int, nargs=2, default=[900, 1250], metavar=("FROM", "TO")
+    )
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 24], help="prompts of a round")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--ram-gb", type=float, default=40, help="for chunks (40)")
+    options = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from ttft_shapes import make_llm, write_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(options.shape, pathlib.Path(folder))
+        settings = {"vllm_blend": {"ram_gb": options.ram_gb, "log_requests": False}}
+        llm = make_llm(folder, 16384, options, additional_config=settings)
+    results = run(llm, options)
+    rows = [
+        [
+            found["at_once"],
+            f"{1e3 * found['plain_s']:.0f} ms",
+            f"{1e3 * found['kept_s']:.0f} ms",
+            f"{found['ratio']:.3f}",
+        ]
+        for found in results
+    ]
+    print(f"\n{hardware()}; {options.shape}\n")
+    print_table(["prompts at once", "plain", "chunks kept", "ratio"], rows)
+    print(json.dumps({"hardware": hardware(), "shape": options.shape, "results": results}))
+
+
+def run(llm: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds of a round without and with chunks, for each number of prompts."""
+    choose = random.Random(0)
+    for kept in (False, True, True):  # kernels that are compiled at first use
+        seconds(llm, [prompt(choose, options) for _ in range(max(options.at_once) // 4 + 1)], kept)
+    results = []
+    for at_once in options.at_once:
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(options.repeat):
+            for kept in (False, True) if turn % 2 else (True, False):
+                prompts = [prompt(choose, options) for _ in range(at_once)]
+                times[kept].append(seconds(llm, prompts, kept))
+        plain, with_chunks = median(times[False]), median(times[True])
+        found = {"at_once": at_once, "plain_s": plain, "kept_s": with_chunks}
+        results.append(found | {"ratio": with_chunks / plain})
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def prompt(choose: random.Random, options: argparse.Namespace) -> tuple[list[int], list[list[int]]]:
+    """A prompt of random tokens, and where its chunks are."""
+
+    def tokens(count: int) -> list[int]:
+        return [choose.randrange(10, 300) for _ in range(count)]
+
+    ids, spans = tokens(PLAIN_TOKENS), []
+    for _ in range(options.chunks):
+        chunk = tokens(choose.randint(*options.chunk_tokens))
+        spans.append([len(ids), len(ids) + len(chunk)])
+        ids += chunk
+    return ids + tokens(PLAIN_TOKENS), spans
+
+
+def seconds(llm: Any, prompts: list[tuple[list[int], list[list[int]]]], kept: bool) -> float:
+    """How long it takes to answer prompts that are sent at once."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=OUTPUT_TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"blend": {"spans": spans}} if kept else None,
+        )
+        for _, spans in prompts
+    ]
+    start = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids} for ids, _ in prompts], params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
