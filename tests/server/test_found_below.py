@@ -199,3 +199,12 @@ def test_a_busy_engine_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> 
     now = 9.0
     assert not found.claim("a"), "nobody has asked for a long time"
     assert [tenant for tenant, _ in found.take_commands(()).refresh] == ["a"]
+    assert not found.claim("a"), "the answer takes longer than a step"
+    found.claimed("a", [])
+    assert found.claim("a")
+    now = 10.5
+    assert [tenant for tenant, _ in found.take_commands(()).refresh] == ["a"]
+    now = 20.0
+    assert not found.claim("a"), "the last step asked, and none has brought the answer"
+    found.claimed("a", [])
+    assert found.claim("a")

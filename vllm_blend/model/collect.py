@@ -42,6 +42,7 @@ class Collecting:
         staged: bool | None = None,
     ) -> None:
         self.step, self.frame = step, frame
+        self._num_computed = None if frame is None else frame.num_rows
         self._device = device
         self._parts: list[tuple[CollectPlan, int, int, int]] = []
         self._runs: dict[tuple[int, int, int], Angles] = {}
@@ -77,6 +78,11 @@ class Collecting:
         self._positions, self._slots = both.to(self._device, non_blocking=True)
         self._rows = torch.arange(num_rows, device=self._device)
         self._angles: dict[int, torch.Tensor] = {}
+
+    def is_for(self, step: BlendStep, frame: ActiveRows | None) -> bool:
+        """Whether these are its rows; a check layer leaves fewer of them."""
+        num_computed = None if frame is None else frame.num_rows
+        return self.step is step and self.frame is frame and self._num_computed == num_computed
 
     def layer(self, layer: int, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hands K and V of the rows that are kept to their plans.

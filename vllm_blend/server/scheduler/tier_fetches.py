@@ -67,6 +67,8 @@ class Fetches:
         # tenants whose chunks in lower tiers are known, and since when; will be; are to be asked for
         self._claimed: dict[str, float] = {}
         self._claiming: set[str] = set()
+        self._awaited: set[str] = set()  # of those that will be: a request waits for the answer
+        self._stepped_at = 0.0
         self._to_claim: list[str] = []
         self._to_refresh: list[str] = []
         chunks.on_evict = self._note
@@ -157,22 +159,27 @@ class Fetches:
     def claim(self, tenant: str) -> bool:
         """Whether a tenant's chunks in lower tiers are known, as of late; if not, they will be.
 
-        While the engine steps they are asked for again and again, and no request waits for that.
+        While the engine steps they are asked for again and again, and no request waits for that; the
+        first one after a pause does.
         """
         if tenant in self._claiming:
-            return tenant in self._claimed
-        if tenant not in self._claimed:
-            self._to_claim.append(tenant)
-        elif self._is_old(tenant):
-            self._to_refresh.append(tenant)
-        else:
+            if self._paused():  # no step has brought the answer
+                self._awaited.add(tenant)
+            return tenant in self._claimed and tenant not in self._awaited
+        if tenant in self._claimed and not self._is_old(tenant):
             return True
-        self._claiming.add(tenant)
+        self._ask_for_all(tenant)
+        self._awaited.add(tenant)
         return False
+
+    def _ask_for_all(self, tenant: str) -> None:
+        (self._to_refresh if tenant in self._claimed else self._to_claim).append(tenant)
+        self._claiming.add(tenant)
 
     def claimed(self, tenant: str, chunks: Sequence[ChunkIds]) -> None:
         """A tenant's chunks in lower tiers that it was not told yet, most recently used first."""
         self._claiming.discard(tenant)
+        self._awaited.discard(tenant)
         self._claimed[tenant] = time.monotonic()
         self._forget(self._below.open((tenant, self._contexts.later)))
         for chunk in reversed(chunks):
@@ -180,6 +187,9 @@ class Fetches:
 
     def _is_old(self, tenant: str) -> bool:
         return time.monotonic() > self._claimed[tenant] + REFRESH_S
+
+    def _paused(self) -> bool:
+        return time.monotonic() > self._stepped_at + REFRESH_S
 
     def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[ChunkIds]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
@@ -255,13 +265,15 @@ class Fetches:
 
     def take_commands(self, drop: tuple[ChunkKey, ...]) -> WorkerCommands:
         """What the model's process is to do; ``drop`` beside it."""
+        self._stepped_at = time.monotonic()
         contexts = frozenset(self._contexts.known)
         fetch = []
         while self._to_ask and len(self._pending) < MAX_PENDING:
             fetch.append(self._to_ask.pop())
             self._pending.update(fetch[-1:])
         for tenant in self._claimed.keys() - self._claiming:
-            self.claim(tenant)
+            if self._is_old(tenant):
+                self._ask_for_all(tenant)
         commands = WorkerCommands(
             drop,
             fetch=tuple(fetch),
