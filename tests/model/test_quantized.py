@@ -35,9 +35,8 @@ def last_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 KINDS = {"fp8 (e4m3)": "fp8", "fp8 (e5m2)": "fp8_e5m2"}
 
-needs_avx512 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
-)
+HAS_AVX512 = torch.cpu._is_avx512_supported()
+needs_avx512 = pytest.mark.skipif(not HAS_AVX512, reason="vLLM's fp8 cache needs AVX-512 on a CPU")
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +103,16 @@ def test_wrong_kv_over_a_cache_in_fp8_is_not(fp8: Engine, unrounded: torch.Tenso
 # --- weights ------------------------------------------------------------------------------------------
 
 
+WITHOUT_AVX512 = "int8 (compressed-tensors)"
+"""The one format for which vLLM's build for CPUs without AVX-512 has kernels."""
+
+
 @pytest.fixture(scope="module", params=FORMATS)
 def weights(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
+    if not HAS_AVX512 and request.param != WITHOUT_AVX512:
+        pytest.skip(f"vLLM's kernels for weights in {request.param} need AVX-512 on a CPU")
     quantized = FORMATS[request.param](folder, tmp_path_factory.mktemp("quantized"))
     with make_engine(quantized, dtype="bfloat16") as engine:
         yield engine
