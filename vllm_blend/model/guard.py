@@ -35,6 +35,10 @@ class StepFailed(Exception):
         self.kind = kind
 
 
+class NewsFailed(Exception):
+    """What the scheduler told a rank, or was to be told, is lost: they may know different chunks."""
+
+
 class Guard:
     """Of one engine, on one rank. In a script failures are raised: its author can do something about
     them.
@@ -52,6 +56,11 @@ class Guard:
         self._error: Exception | None = None
         self._failures: Counter[int] = Counter()
         self._closed = False
+        self._disordered = False
+
+    def note(self, error: Exception) -> None:
+        """Something failed outside of a step: the ranks are told when they agree next."""
+        self._error = self._error or error
 
     def attempt(self, do: Callable[[], T], otherwise: T) -> T:
         """What ``do`` returns; ``otherwise`` where it raises, or something before it did.
@@ -101,6 +110,7 @@ class Guard:
         if not self.catches or not (failed or num_ranks() == 1):
             raise cause or error
         kind = error.kind if isinstance(error, StepFailed) else _kind(error)
+        self._disordered |= kind == NEWS_FAILED
         self._failures[kind] += 1
         if self._failures[kind] == 1 and cause is not None:  # those that follow are counted
             logger.error(
@@ -125,6 +135,12 @@ class Guard:
         closed, self._closed = self._closed, False
         return closed
 
+    def take_disordered(self) -> bool:
+        """Whether what a rank knows of chunks may be wrong, since this was last called; the same on all
+        ranks."""
+        disordered, self._disordered = self._disordered, False
+        return disordered
+
     def take_prefilled(self) -> tuple[str, ...]:
         """The requests since this was last called."""
         taken, self.prefilled = tuple(self.prefilled), []
@@ -139,3 +155,6 @@ def digest(values: Iterable[object]) -> int:
 def _kind(error: Exception) -> int:
     """Of an error, by its type's name; not 0."""
     return crc32(type(error).__name__.encode()) + 1
+
+
+NEWS_FAILED = _kind(NewsFailed())
