@@ -6,7 +6,7 @@ Both servers of a tiny model get the same well-formed requests of ``fuzz_request
 a fixed number a second: blended ones (stock gets them without their ``blend`` field), plain ones, and
 clients that hang up. Each has one thread. A line a minute tells the memory of each process; plain
 answers must not differ. It ends with a table and a JSON object, and exit code 1 if an answer differed
-or failed, or a process died.
+or failed, a step failed to blend, or a process died.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fuzz_server import (
     lives,
     processes_of,
     send,
+    steps_failed,
 )
 from harness import hardware, print_table
 from served import log_of, server, wait_for
@@ -128,7 +129,8 @@ def main() -> None:
         }
         rows = asyncio.run(watch(load, processes, options))
         dead = [" ".join(key) for key, process in processes.items() if not lives(process)]
-    sys.exit(tell(options, load, rows, dead))
+        failed = steps_failed(servers["blend"])
+    sys.exit(tell(options, load, rows, dead, failed))
 
 
 async def watch(
@@ -150,17 +152,23 @@ async def watch(
         await asyncio.wait({task}, timeout=max(0.0, left))
 
 
-def tell(options: argparse.Namespace, load: Load, rows: list[dict[str, Any]], dead: list[str]) -> int:
+def tell(
+    options: argparse.Namespace,
+    load: Load,
+    rows: list[dict[str, Any]],
+    dead: list[str],
+    steps_failed: int,
+) -> int:
     print(f"\n{hardware()}; {options.rate:g} requests a second to each server\n")
     shown = rows[:: max(1, len(rows) // 6)]
     shown += [] if shown[-1] is rows[-1] else [rows[-1]]
     print_table(list(rows[0]), [list(row.values()) for row in shown])
-    print(f"\nfailed or different: {len(load.bad)}, dead: {dead}")
+    print(f"\nfailed or different: {len(load.bad)}, dead: {dead}, steps failed: {steps_failed}")
     for one in load.bad[:5]:
         print(json.dumps(one))
     outcomes = {" ".join(key): count for key, count in sorted(load.outcomes.items())}
     print(json.dumps({"outcomes": outcomes, "bad": len(load.bad), "dead": dead, "rows": rows}))
-    return int(bool(load.bad or dead))
+    return int(bool(load.bad or dead or steps_failed))
 
 
 if __name__ == "__main__":
