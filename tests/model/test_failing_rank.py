@@ -15,7 +15,7 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler,
 from engines import Engine, make_llm, tiny_model
 from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
 
-from vllm_blend.model.guard import MAX_FAILURES
+from vllm_blend.core.step import MAX_FAILURES
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
 from vllm_blend.core.stage_clock import StageClock
-from vllm_blend.model.guard import MAX_FAILURES
+from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.request_plans import RequestPlans

@@ -179,7 +179,7 @@ def test_weights_that_changed_in_sleep_are_seen_once_awake(
     ask(server, prompt, spans)
     flush(server)
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(core.model_executor, "is_sleeping", True)
+        patch.setattr(type(core.model_executor), "is_sleeping", property(lambda executor: True))
         for parameter in server.model.parameters():
             parameter.mul_(1.01)
         core.reset_prefix_cache()

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 from zlib import crc32
 
+from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 
 logger = logging.getLogger("vllm.vllm_blend")
 T = TypeVar("T")
-
-MAX_FAILURES = 3
-"""Failures of one kind until an engine blends no more."""
 
 
 class StepFailed(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_blend.model.guard import MAX_FAILURES
+from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler.request_reports import FAILED, Reports
