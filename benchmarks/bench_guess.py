@@ -4,13 +4,15 @@
 
 Two tenants have sent the same documents to a blending server. A third sends prompts over those, and, in
 turns, over documents that nobody has sent. The difference of the medians stands with a bootstrap
-interval; beside it the same of a tenant that did send them, which shows what the clock can see.
+interval; beside it the same of a tenant that did send them, which shows what the clock can see. The
+client has a core of its own, the server one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import time
@@ -38,8 +40,12 @@ def main() -> None:
     model = options.model or str(embedded_model())
     arguments = [*ARGUMENTS, "--additional-config", json.dumps({"vllm_blend": SETTINGS})]
     arguments += ["--served-model-name", "model"]
-    with server(model, arguments, {}, log_of("blend", None)) as blending:
+    *others, own = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, others)  # of the server's processes
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(others[0])}
+    with server(model, arguments, environment, log_of("blend", None)) as blending:
         wait_for("blend", blending)
+        os.sched_setaffinity(0, {own})
         found = measure(blending.url, options.repeat)
     print(f"\n{hardware()}; {options.repeat} prompts of each kind, {CHUNKS * SIZE} tokens\n")
     rows = []

@@ -75,6 +75,20 @@ def request(seed: int, number: int, plain: list[int]) -> Request:
     return made
 
 
+def ordinary_request(seed: int, number: int, plain: list[int]) -> Request:
+    """The request of a number among well-formed ones: plain, or as a client that blends sends it."""
+    choose = Random(f"ordinary {seed} {number}")
+    tenant = choose.choice(TENANTS)
+    if choose.random() < 0.25:
+        return plain_request(choose.choice(plain), tenant)
+    made = _blended(choose)
+    if tenant:
+        made.body["cache_salt"] = tenant
+    if choose.random() < 0.2:
+        made.abort_s = choose.uniform(0, 0.1)
+    return made
+
+
 def _blended(choose: Random) -> Request:
     """A request as a client would send it, which may be blended."""
     chunks = [choose.choice(DOCUMENTS) for _ in range(choose.randint(1, 5))]

@@ -6,7 +6,7 @@ Requests come from ``fuzz_requests.py``, each from ``--seed`` and its number: fi
 and values, marks, odd text, five tenants, all endpoints, streams, clients that hang up. Among them are
 plain requests, whose answers were learned from the same server without blending, and must not differ.
 It ends with a table, a JSON object, and exit code 1 if there was an answer of 500 or more, none at all,
-a process that died, or a plain answer that differs.
+a process that died, a step that failed to blend, or a plain answer that differs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ import aiohttp
 import psutil
 from fuzz_requests import MODEL, Request, plain_request, request
 from harness import hardware, print_table
-from served import Server, log_of, server, wait_for
+from served import Server, get, log_of, server, wait_for
 from tiny_model import make_tiny_model
 
 from vllm_blend.server.config import CLIENT_FIELDS
@@ -38,6 +39,8 @@ NEAR_TIE = 0.02
 """Plain requests with tokens nearer to each other than this are left out: rounding may swap them."""
 TIMEOUT_S = 180.0
 HEADERS = {"Content-Type": "application/json"}
+FAILED = (b"failed to blend", b"blending is off")
+"""What the log says where blending fails: such a request is answered, so nothing else tells."""
 SHOWN = 5
 """Failures that are printed."""
 PARTS = 10
@@ -59,12 +62,16 @@ class Found:
         failed: what must not be, with what was sent.
         differ: plain requests whose answers are not stock's: number, answer.
         memory: bytes of each process, at the start and after each part of the run.
+        blended: requests by what blending did of them, as the server counts them.
+        steps_failed: lines of the log that say so.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     failed: list[dict[str, Any]] = field(default_factory=list)
     differ: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, int]] = field(default_factory=list)
+    blended: dict[str, int] = field(default_factory=dict)
+    steps_failed: int = 0
 
 
 def main() -> None:
@@ -88,6 +95,7 @@ def main() -> None:
             start = time.monotonic()
             found = asyncio.run(fuzz(blending.url, options, known, processes))
             seconds = time.monotonic() - start
+            found.blended, found.steps_failed = blended(blending), steps_failed(blending)
             dead = [name for name, process in processes.items() if not lives(process)]
     sys.exit(tell(options, found, dead, seconds))
 
@@ -101,6 +109,20 @@ def processes_of(blending: Server) -> dict[str, psutil.Process]:
         for name, process in named.items()
         if "resource_tracker" not in " ".join(process.cmdline())
     }
+
+
+def blended(server: Server) -> dict[str, int]:
+    """Requests by what blending did of them, as ``/metrics`` tells."""
+    if server.process.poll() is not None:
+        return {}
+    lines = re.findall(r'blend_requests_total{.*result="(\w+)".*} (\S+)', get(f"{server.url}/metrics"))
+    return {result: int(float(count)) for result, count in lines}
+
+
+def steps_failed(server: Server) -> int:
+    """Lines of the log that tell of blending that failed."""
+    with open(f"/proc/self/fd/{server.log.fileno()}", "rb") as log:  # the server's place in it stays
+        return sum(any(word in line for word in FAILED) for line in log)
 
 
 # --- answers of stock vLLM ------------------------------------------------------------------------
@@ -241,7 +263,9 @@ def tell(options: argparse.Namespace, found: Found, dead: list[str], seconds: fl
         ("resident memory, MB", "start", *(f"{part}/{PARTS}" for part in range(1, PARTS)), "end"),
         [(name, *(round(read[name] / 1e6) for read in found.memory)) for name in found.memory[0]],
     )
+    print(f"\nby what blending did: {found.blended}")
     bad = {"failed": len(found.failed), "dead": len(dead), "differ": len(found.differ)}
+    bad["steps failed"] = found.steps_failed
     print("\n" + ", ".join(f"{name}: {number}" for name, number in bad.items()))
     for one in [*found.failed[:SHOWN], *found.differ[:SHOWN]]:
         print(json.dumps(one, indent=2))

@@ -73,6 +73,10 @@ class Faults:
         guard.catches = True
         model_of(self.vllm_config).guard = guard
 
+    def chunks(self) -> list[bytes]:
+        """Keys of the chunks that this rank has."""
+        return sorted(model_of(self.vllm_config).chunks._chunks)
+
     def is_open(self) -> bool:
         """Whether the engine blends."""
         found: bool = model_of(self.vllm_config).guard.is_open

@@ -15,7 +15,7 @@ from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler,
 from engines import Engine, make_llm, tiny_model
 from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
 
-from vllm_blend.model.guard import MAX_FAILURES
+from vllm_blend.core.step import MAX_FAILURES
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +128,31 @@ def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
     scheduler(engine).reset_prefix_cache()
     (again,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
     assert report(again)["reused_tokens"] == 200
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", ["apply", "collect_events"])
+def test_messages_that_a_rank_loses(engine: TwoRanks, rank: int, stage: str) -> None:
+    """All ranks and the scheduler forget their chunks, and know the same ones afterwards."""
+    (prompt, other), field, (full, plain) = with_known_chunks(engine, "static")
+    field |= {"recomp_ratio": 1.0}
+    engine.tell("fail_at", rank, f"vllm_blend.server.worker.chunk_cache:ChunkCache.{stage}", 1)
+    scheduler(engine).blend_chunks.refuse(b"a chunk that is not there")  # a command to drop it
+    for _ in range(2):  # the second rank's events are missed when the ranks blend next
+        found, beside = outputs(engine, [prompt, other], [field, None])
+        assert answer(found) == full and answer(beside) == plain
+        scheduler(engine).reset_prefix_cache()
+    drain(engine)
+    assert sum(engine.tell("mend")) > 1
+    known = sorted(key for key, _ in scheduler(engine).blend_chunks.all())
+    assert engine.tell("chunks") == [known, known]
+    for _ in range(2):
+        scheduler(engine).reset_prefix_cache()
+        (after,) = outputs(engine, [prompt], [field])
+        drain(engine)
+        assert answer(after) == full
+    assert report(after)["reused_tokens"] == 300 and not report(after)["why_not"]
+    assert engine.tell("is_open") == [True, True]
 
 
 @pytest.mark.parametrize("policy", ["static", "ahead*static"])

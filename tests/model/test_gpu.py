@@ -25,7 +25,7 @@ from engines import Engine, make_engine, plan_for, relative_error, run
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.model.graphs import RowGraphs
 from vllm_blend.model.lookahead import Questions, asked_layers
-from vllm_blend.plugin import hooks
+from vllm_blend.plugin import worker_messages
 from vllm_blend.plugin.step_requests import BlendModelState
 from vllm_blend.server.worker.collected import HostCopies, HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
@@ -427,8 +427,10 @@ def test_stages_are_timed_by_events(
     engine: Engine, chunks: list[list[int]], question: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[Any] = []
-    stock = hooks.add_events
-    monkeypatch.setattr(hooks, "add_events", lambda out, news: heard.append(news) or stock(out, news))
+    stock = worker_messages.add_events
+    monkeypatch.setattr(
+        worker_messages, "add_events", lambda out, news: heard.append(news) or stock(out, news)
+    )
     prompt, plan = plan_for(engine, chunks, [], question)
     heard.clear()
     run(engine, [prompt], [replace(plan, timed=True)], max_tokens=1)

@@ -15,7 +15,7 @@ from paged_step import replace_kernel
 from streams import Device
 
 from vllm_blend.core.plans import CollectPlan
-from vllm_blend.model import graphs
+from vllm_blend.model import graphs, guard
 from vllm_blend.model.graphs import RowGraphs
 
 SIZES = (16, 64, 128)
@@ -184,6 +184,48 @@ def test_a_capture_that_fails_is_that_sizes_alone(
     assert Graph.replayed > before
     said = [record.getMessage() for record in caplog.records if "no CUDA graphs" in record.getMessage()]
     assert len(said) == 1 and "64 rows" in said[0] and "out of memory" in said[0]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_capture_that_fails_on_one_of_two_ranks_is_missed_on_both(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """Whichever it is, they meet as often: none waits for the other. The second one is a stand-in."""
+    with on_gpu():
+        expected, _ = blend(engine, policy="static", recomp_ratio=0.1)
+    others = to_be_captured(engine, monkeypatch)
+    begin, capture, begun = Graph.capture_begin, others.capture, 0
+    meetings: list[bool] = []  # whether this rank had failed
+
+    def begin_or_fail(self: Graph, **options: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if here and begun == len(engine.model.blending.attns) + 3:  # in the second size
+            raise RuntimeError("out of memory")
+        begin(self, **options)
+
+    def all_reduce_min(values: list[int]) -> list[int]:
+        meetings.append(values[0] != 0)
+        # after the memory and the two forwards of the first size, and one of the second
+        fails = not here and len(meetings) == 5
+        return [-7 if fails else values[0], *values[1:]]
+
+    def captured(*args: Any) -> None:
+        meetings.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(guard, "num_ranks", lambda: 2)
+            patch.setattr(guard, "all_reduce_min", all_reduce_min)
+            capture(*args)
+
+    monkeypatch.setattr(Graph, "capture_begin", begin_or_fail)
+    monkeypatch.setattr(others, "capture", captured)
+    with on_gpu():
+        assert blend(engine, policy="static", recomp_ratio=0.1)[0] == expected
+        assert others.sizes == [16, 128]
+        assert meetings == [False, False, False, False, here, False, False]
+        before = Graph.replayed
+        assert blend(engine, policy="static", recomp_ratio=0.1)[0] == expected
+    assert Graph.replayed > before
 
 
 def test_no_request_makes_an_engine_capture(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,10 @@ from engines import Engine
 
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.core.plans import ChunkIds
+from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.model import loop, rows
 from vllm_blend.model.active_rows import ActiveRows
-from vllm_blend.model.guard import MAX_FAILURES, Guard
+from vllm_blend.model.guard import Guard
 from vllm_blend.model.kv_loader import StoredLayers
 from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.loop import LayerLoop

@@ -170,6 +170,25 @@ def test_weights_that_are_changed_by_any_call_are_seen(server: Engine) -> None:
     assert ask(server, prompt, spans)[1]["missed_chunks"] == 2
 
 
+def test_weights_that_changed_in_sleep_are_seen_once_awake(
+    server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it sleeps the workers are not asked: their weights may not be there."""
+    core = server.llm.llm_engine.engine_core.engine_core
+    prompt, spans = prompt_of(server, [1, 2])
+    ask(server, prompt, spans)
+    flush(server)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(type(core.model_executor), "is_sleeping", property(lambda executor: True))
+        for parameter in server.model.parameters():
+            parameter.mul_(1.01)
+        core.reset_prefix_cache()
+        assert len(server.model.blending.chunks) == 2
+    core.wake_up()
+    assert len(server.model.blending.chunks) == len(scheduler(server).blend_chunks) == 0
+    assert ask(server, prompt, spans)[1]["missed_chunks"] == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_a_digest_sees_one_changed_value(dtype: torch.dtype) -> None:
     model = torch.nn.Module()

@@ -19,7 +19,7 @@ from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.model import probe
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.probe import Probing
-from vllm_blend.plugin.hooks import add_events
+from vllm_blend.plugin.worker_messages import add_events
 from vllm_blend.server.messages import WorkerEvents
 from vllm_blend.server.request import SIZES
 

@@ -166,8 +166,8 @@ CALLED: Mapping[str, tuple[Member, ...]] = {
     "plugin/hooks.py": (
         Member("renderers.chat_utils", "load_chat_template", "chat_template, *, is_literal="),
         Member(_ENGINE, "EngineCoreProc.is_running", "self"),
-        Member("v1.outputs", "AsyncModelRunnerOutput.get_output", "self"),
     ),
+    "plugin/worker_messages.py": (Member("v1.outputs", "AsyncModelRunnerOutput.get_output", "self"),),
 }
 """Functions and methods."""
 
@@ -184,7 +184,6 @@ READ: Mapping[str, tuple[Member, ...]] = {
         ),
         Member(_MANAGER, "KVCacheManager.enable_caching"),
         Member("v1.core.sched.interface", "PauseState.UNPAUSED"),
-        Member("v1.request", "RequestStatus.FINISHED_ABORTED"),
         Member("config.parallel", "ParallelConfig.data_parallel_index"),
         *each(
             "v1.request",
@@ -206,6 +205,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
         *each("v1.engine", "EngineCoreOutputs", "outputs"),
         *each("v1.engine", "EngineCoreOutput", "request_id", "finish_reason", "kv_transfer_params"),
     ),
+    "server/scheduler/switching.py": (Member("v1.request", "RequestStatus.FINISHED_ABORTED"),),
     "server/scheduler/step_room.py": (
         *each(
             _SCHEDULER,

@@ -24,6 +24,9 @@ class Status(IntEnum):
     AFTER_CHECK = 2  # chosen rows only, over the fused cache
 
 
+MAX_FAILURES = 3
+"""Failures of one kind until an engine blends no more."""
+
 NOTHING_RECOMPUTED = BlendSettings(policy="static", recomp_ratio=0.0)
 
 

@@ -338,7 +338,7 @@ class Blending:
                 if plan.key is not None and plan.into is None:
                     self.chunks.collect(plan, self.kv_shape, key.device)
             now = self._collecting
-            if now is None or not now.is_for(self.step, self._frame):
+            if now is None or not now.fits(self.step, self._frame):
                 now = Collecting(self.step, self._frame, len(key), key.device)
                 self._collecting = now
             now.layer(layer.index, layer.rotation, key, value)

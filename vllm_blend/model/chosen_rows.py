@@ -19,12 +19,14 @@ class ChosenRows:
         kept: of each request whose rows are chosen, those of its ``chunk_rows`` that are computed, as
             indices; on the host where the host has chosen them.
         fused: requests whose stored KV is in the cache already.
+        num_choices: how often other rows were chosen.
     """
 
     def __init__(self, step: BlendStep, positions: torch.Tensor) -> None:
         self.step = step
         self.kept: dict[StepRequest, torch.Tensor] = {}
         self.fused: set[StepRequest] = set()
+        self.num_choices = 0
         self._rows: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._query_start_loc: torch.Tensor | None = None
@@ -137,6 +139,7 @@ class ChosenRows:
         else:
             self._query_start_loc = None
         self._rows, self._positions = rows, None
+        self.num_choices += 1
         self.changed()
 
     def changed(self) -> None:

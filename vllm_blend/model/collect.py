@@ -41,8 +41,7 @@ class Collecting:
         device: torch.device,
         staged: bool | None = None,
     ) -> None:
-        self.step, self.frame = step, frame
-        self._num_computed = None if frame is None else frame.num_rows
+        self._for = step, frame, _choices(frame)
         self._device = device
         self._parts: list[tuple[CollectPlan, int, int, int]] = []
         self._runs: dict[tuple[int, int, int], Angles] = {}
@@ -59,6 +58,10 @@ class Collecting:
         self._staged = staged
         if self._staged:
             self._stage(num_rows)
+
+    def fits(self, step: BlendStep, frame: ActiveRows | None) -> bool:
+        """Whether these are the rows of a step's next layer: at a check layer others are chosen."""
+        return self._for == (step, frame, _choices(frame))
 
     def _stage(self, num_rows: int) -> None:
         """Gives each row that is kept a slot, in the rows' order."""
@@ -78,11 +81,6 @@ class Collecting:
         self._positions, self._slots = both.to(self._device, non_blocking=True)
         self._rows = torch.arange(num_rows, device=self._device)
         self._angles: dict[int, torch.Tensor] = {}
-
-    def is_for(self, step: BlendStep, frame: ActiveRows | None) -> bool:
-        """Whether these are its rows; a check layer leaves fewer of them."""
-        num_computed = None if frame is None else frame.num_rows
-        return self.step is step and self.frame is frame and self._num_computed == num_computed
 
     def layer(self, layer: int, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hands K and V of the rows that are kept to their plans.
@@ -118,6 +116,10 @@ class Collecting:
         angles, is_neox_style = self._angles[table], rotation.is_neox_style
         launch(key, value, self._rows, self._slots, angles, k, v, is_neox_style)
         return k.flatten(0, 1), v.flatten(0, 1)
+
+
+def _choices(frame: ActiveRows | None) -> int:
+    return 0 if frame is None else frame.num_choices
 
 
 def keep(step: BlendStep, owners: Sequence[Any], chunks: Any, guard: Guard) -> None:

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 from zlib import crc32
 
+from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 
 logger = logging.getLogger("vllm.vllm_blend")
 T = TypeVar("T")
-
-MAX_FAILURES = 3
-"""Failures of one kind until an engine blends no more."""
 
 
 class StepFailed(Exception):
@@ -33,6 +31,10 @@ class StepFailed(Exception):
     def __init__(self, kind: int) -> None:
         super().__init__("the step failed to blend on another tensor-parallel rank")
         self.kind = kind
+
+
+class NewsFailed(Exception):
+    """What the scheduler told a rank, or was to be told, is lost: they may know different chunks."""
 
 
 class Guard:
@@ -52,6 +54,11 @@ class Guard:
         self._error: Exception | None = None
         self._failures: Counter[int] = Counter()
         self._closed = False
+        self._disordered = False
+
+    def note(self, error: Exception) -> None:
+        """Something failed outside of a step: the ranks are told when they agree next."""
+        self._error = self._error or error
 
     def attempt(self, do: Callable[[], T], otherwise: T) -> T:
         """What ``do`` returns; ``otherwise`` where it raises, or something before it did.
@@ -101,6 +108,7 @@ class Guard:
         if not self.catches or not (failed or num_ranks() == 1):
             raise cause or error
         kind = error.kind if isinstance(error, StepFailed) else _kind(error)
+        self._disordered |= kind == NEWS_FAILED
         self._failures[kind] += 1
         if self._failures[kind] == 1 and cause is not None:  # those that follow are counted
             logger.error(
@@ -125,6 +133,12 @@ class Guard:
         closed, self._closed = self._closed, False
         return closed
 
+    def take_disordered(self) -> bool:
+        """Whether what a rank knows of chunks may be wrong, since this was last called; the same on all
+        ranks."""
+        disordered, self._disordered = self._disordered, False
+        return disordered
+
     def take_prefilled(self) -> tuple[str, ...]:
         """The requests since this was last called."""
         taken, self.prefilled = tuple(self.prefilled), []
@@ -139,3 +153,6 @@ def digest(values: Iterable[object]) -> int:
 def _kind(error: Exception) -> int:
     """Of an error, by its type's name; not 0."""
     return crc32(type(error).__name__.encode()) + 1
+
+
+NEWS_FAILED = _kind(NewsFailed())

@@ -40,7 +40,7 @@ vLLM is patched through its registries where it has them. What is left is here:
     model's weights may be others afterwards (``weights.py``).
     Goes when vLLM tells of new weights, however they came.
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
-    model's process can tell each other what they must know (``server/messages.py``).
+    model's process can tell each other what they must know (``worker_messages.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
 
 What is read, and what only engines on CUDA need, is in ``compat/``.
@@ -52,8 +52,6 @@ import functools
 import inspect
 import logging
 import uuid
-from collections.abc import Callable
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat import cuda
@@ -62,11 +60,11 @@ from vllm_blend.compat.support import check_lora_policy, report_unsupported, why
 from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
 from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
+from vllm_blend.plugin.worker_messages import with_messages
 from vllm_blend.server.config import CONFIG_KEY, ServerSettings
 from vllm_blend.server.frontend.admission import admit as admit_request
 from vllm_blend.server.frontend.admission import check_can_blend, count_reports
 from vllm_blend.server.frontend.asked import asked_by
-from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,7 +113,7 @@ def install_model_hooks(blending: Blending, vllm_config: VllmConfig) -> None:
     register_model(vllm_config, blending)
     _wrap(GPUModelRunner, "_model_forward", _forward_with_step)
     for name in ("execute_model", "sample_tokens"):
-        _wrap(Worker, name, _with_messages)
+        _wrap(Worker, name, with_messages)
     workers: list[Any] = [Worker]
     if current_platform.is_cpu():  # on a GPU its import stands in for parts of torch
         from vllm.v1.worker.cpu_worker import CPUWorker
@@ -326,50 +324,3 @@ def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> An
         return stock(runner, *args, **kwargs)
     finally:
         blending.end()
-
-
-def _with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the scheduler's commands before a step, and sends events with its output."""
-    blending = model_of(worker.vllm_config)
-    if blending is not None and args:
-        blending.chunks.apply(WorkerCommands.of(args[0]))
-    output = stock(worker, *args, **kwargs)
-    if blending is None or output is None:
-        return output
-    events = _events(blending)
-    return output if events is None else add_events(output, events)
-
-
-def _events(blending: Blending) -> Callable[[], WorkerEvents] | None:
-    """What the scheduler is to know of a step, to be called once the step has ended."""
-    clocks, blended = blending.take_clocks(), blending.take_blended()
-    prefilled, closed = blending.guard.take_prefilled(), blending.guard.take_closed()
-    collected: WorkerEvents | None = blending.chunks.collect_events()
-    if collected is None and not clocks and not blended and not prefilled and not closed:
-        return None
-
-    def events() -> WorkerEvents:
-        found = collected or WorkerEvents()
-        found.blended, found.prefilled, found.closed = blended, prefilled, closed
-        for clock in clocks:
-            found.seconds |= clock.seconds()
-        return found
-
-    return events
-
-
-def add_events(output: Any, events: Callable[[], WorkerEvents]) -> Any:
-    """The output of a step with its events, which are asked for once the step has ended."""
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    if not isinstance(output, AsyncModelRunnerOutput):
-        output = copy(output)  # vLLM may hand out one and the same empty output
-        setattr(output, EVENTS, events())
-        return output
-    stock = output.get_output
-
-    def get_output() -> Any:
-        return add_events(stock(), events)
-
-    output.get_output = get_output
-    return output

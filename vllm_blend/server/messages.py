@@ -79,6 +79,7 @@ class WorkerEvents:
         blended: what this step did of its requests.
         prefilled: ids of requests that did not blend in this step, as planned, since that failed.
         closed: blending is off from now on, since it failed too often.
+        forgotten: no chunk is here any more, since one side failed to take in what the other told.
         seconds: of the stages of blending, by request id and stage.
         store: counters of the store (``ChunkStore.stats``), now and then.
     """
@@ -94,6 +95,7 @@ class WorkerEvents:
     blended: list[Blended] = field(default_factory=list)
     prefilled: tuple[str, ...] = ()
     closed: bool = False
+    forgotten: bool = False
 
     @classmethod
     def of(cls, output: Any) -> WorkerEvents:

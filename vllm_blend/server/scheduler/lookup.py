@@ -117,13 +117,15 @@ class Lookup:
         contexts = [self._chunks.chunk(key).context for key in keys]
         found.num_harvested = sum(context in (HARVESTED, HARVESTED_FIRST) for context in contexts)
         self._chunks.pin(keys)  # what is reused makes no room for what is kept
-        for start, chunk in missed:
-            plan = self._harvest(chunk, start, first_start) if harvests else None
-            if plan is None:
-                self.miss(chunk, request_id)
-            else:
-                found.harvest.append(plan)
-        self._chunks.unpin(keys)
+        try:
+            for start, chunk in missed:
+                plan = self._harvest(chunk, start, first_start) if harvests else None
+                if plan is None:
+                    self.miss(chunk, request_id)
+                else:
+                    found.harvest.append(plan)
+        finally:
+            self._chunks.unpin(keys)
         return found
 
     def _harvest(self, chunk: ChunkIds, start: int, first_start: int) -> CollectPlan | None:

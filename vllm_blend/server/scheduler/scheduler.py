@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
 from vllm_blend.core.plans import EXTRA_ARG, KeyedPlan
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, bytes_per_token
@@ -31,7 +30,7 @@ from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.operations import Operations
 from vllm_blend.server.scheduler.request_plans import RequestPlans
 from vllm_blend.server.scheduler.request_reports import Reports
-from vllm_blend.server.scheduler.step_room import StepRoom
+from vllm_blend.server.scheduler.switching import OFF, Switching
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 from vllm_blend.server.scheduler.tier_waits import TierWaits
 from vllm_blend.server.scheduler.waiting import State, Waiting
@@ -41,12 +40,10 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
-OFF = "blending is off: it failed too often, or the operator switched it off"
 STREAMED = "its prompt is streamed, so that its later parts have no places of their own"
-REPLACED = "the model's weights were replaced meanwhile"
 
 
-class BlendScheduler(StepRoom):
+class BlendScheduler(Switching):
     """Mixin for vLLM's schedulers."""
 
     # of vLLM's scheduler
@@ -100,6 +97,7 @@ class BlendScheduler(StepRoom):
             self.blend_chunks, self.blend_lookup, self.blend_internal, self.blend_fetches
         )
         self._num_weights = 0  # that took the place of others
+        self._in_order, self._failures = True, Counter[str]()
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
         self._rows_left = self._step_rows
         self._store_stats: dict[str, int] = {}
@@ -127,22 +125,25 @@ class BlendScheduler(StepRoom):
                 self._refuse(request, blend_request.report, STREAMED)
             elif why := self.blend_internal.adapters.why_unknown(request.lora_request):
                 self._refuse(request, blend_request.report, why)
-            elif self.blend_fetches is None:
-                self._plan(request, blend_request)
             else:
-                assert self.blend_internal.calibration is not None
-                self.blend_internal.calibration.wanted |= blend_request.paced
-                self.blend_fetches.waiting[request.request_id] = Waiting(
-                    blend_request, time.monotonic(), request.request_id
-                )
-                self._advance(request)
+                self._begin(request, blend_request)
         stock.add_request(request)
 
-    def _refuse(self, request: Any, asked: bool, why: str) -> None:
-        """Lets a request be prefilled in full, as by vLLM alone."""
-        self.blend_plans.refuse(request)
-        num_tokens = len(request.prompt_token_ids)
-        self.blend_reports.add(request.request_id, num_tokens, None, why_not=why, asked=asked)
+    def _begin(self, request: Any, blend_request: BlendRequest) -> None:
+        """Plans a new request, or lets it wait for the store's answer."""
+        request_id, fetches = request.request_id, self.blend_fetches
+        try:
+            if fetches is None:
+                self._plan(request, blend_request)
+                return
+            assert self.blend_internal.calibration is not None
+            self.blend_internal.calibration.wanted |= blend_request.paced
+            fetches.waiting[request_id] = Waiting(blend_request, time.monotonic(), request_id)
+            self._advance(request)
+        except Exception as error:
+            if fetches is not None:
+                fetches.waiting.pop(request_id, None)
+            self.refuse_failed(request, blend_request, error)
 
     def _advance(self, request: Any) -> Waiting:
         """Takes a waiting request as far as it gets now."""
@@ -156,11 +157,14 @@ class BlendScheduler(StepRoom):
         stock: Any = super()
         fetches = self.blend_fetches
         if fetches is not None and request.request_id in fetches.waiting:
-            waiting = self._advance(request)
-            if waiting.state is not State.READY:
-                return False
+            waiting = fetches.waiting[request.request_id]
+            try:
+                if self._advance(request).state is not State.READY:
+                    return False
+                self._plan(request, waiting.blend_request, waiting)
+            except Exception as error:
+                self.refuse_failed(request, waiting.blend_request, error)
             del fetches.waiting[request.request_id]
-            self._plan(request, waiting.blend_request, waiting)
         return bool(stock._handle_blocked_waiting_request(request))
 
     def _plan(self, request: Any, blend_request: BlendRequest, waited: Waiting | None = None) -> None:
@@ -203,6 +207,7 @@ class BlendScheduler(StepRoom):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
+        self.put_in_order()
         if given_up := self.blend_internal.give_up(stock.get_num_unfinished_requests()):
             self._abort(given_up.__contains__)
         for request in self.blend_internal.start(stock.get_num_unfinished_requests()):
@@ -232,55 +237,6 @@ class BlendScheduler(StepRoom):
             fetches.computed(*calibration.longest)
         for request_id in fetches.waiting:
             self._advance(self.requests[request_id])
-
-    def switch_blending(self, on: bool) -> None:
-        """Blends requests from now on, or none: then nothing is computed, kept or fetched either.
-
-        The model's process does the same by itself (``model/guard.py``).
-        """
-        internal = self.blend_internal
-        was_paused, internal.paused = internal.paused, not on
-        if on or was_paused:
-            return
-        self._abort(internal.is_mine)
-        self.blend_plans.end_harvests()
-        if self.blend_fetches is not None:
-            self.blend_fetches.clear()
-            for request_id, waiting in list(self.blend_fetches.waiting.items()):
-                del self.blend_fetches.waiting[request_id]
-                self._refuse(self.requests[request_id], waiting.blend_request.report, OFF)
-
-    def _abort(self, is_one: Callable[[str], bool]) -> None:
-        """Ends those of the engine's own requests."""
-        self.finish_requests(list(filter(is_one, self.requests)), RequestStatus.FINISHED_ABORTED)
-
-    def stop_background(self) -> None:
-        """The engine is shutting down: what no client's request waits for is not computed any more."""
-        if self.blend_internal.stopped:
-            return
-        self.blend_internal.stopped = True
-        background = self.blend_internal.background
-        logger.info("vllm_blend: %d chunks are not computed, for the shutdown.", len(background))
-        background.clear()
-        self._abort(background.is_mine)
-
-    def weights_replaced(self) -> None:
-        """The model has other weights than before: no KV of the old ones is reused.
-
-        The model's process has forgotten it already (``plugin/weights.py``).
-        """
-        self._num_weights += 1
-        internal = self.blend_internal
-        self._abort(internal.is_mine)
-        if internal.calibration is not None:
-            internal.calibration.forget_kv()
-        self.blend_plans.end_harvests()
-        for request_id in list(self.blend_plans):
-            self.blend_plans.give_up(self.requests[request_id])
-            self.blend_reports.fail(request_id, REPLACED)
-        self.blend_chunks.clear()
-        if self.blend_fetches is not None:
-            self.blend_fetches.renew()
 
     def has_requests(self) -> bool:
         stock: Any = super()
@@ -328,7 +284,10 @@ class BlendScheduler(StepRoom):
             blended = any(name in self.blend_plans for name in scheduled)
             if not blended and not any(map(internal.measures, scheduled)):
                 self.blend_fetches.computed(scheduler_output.total_num_scheduled_tokens, seconds)
-        self._learn_of(WorkerEvents.of(model_output))
+        try:
+            self._learn_of(WorkerEvents.of(model_output))
+        except Exception as error:
+            self.failed(error)
         results = stock.update_from_output(scheduler_output, model_output)
         for result in results.values():
             result.outputs = [out for out in result.outputs if not self._took(out)]
@@ -338,6 +297,7 @@ class BlendScheduler(StepRoom):
         """Notes what the model's process tells."""
         if events.closed:
             self.switch_blending(False)
+        self._in_order &= not events.forgotten
         for request_id, stages in events.seconds.items():
             self.blend_reports.took(request_id, stages)
         for blended in events.blended:

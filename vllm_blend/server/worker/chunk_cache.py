@@ -31,6 +31,8 @@ class ChunkCache:
         self._lost: list[Lost] = []
         self._kept: list[ChunkKey] = []
         self._copies: HostCopies | None = None
+        self._weights = ""
+        self._forgotten = False
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -160,20 +162,30 @@ class ChunkCache:
             weights: which, for the store's keys.
         """
         self.drop(list(self._chunks))
-        self._lost = []
+        self._lost, self._weights = [], weights
         if self.tiers is not None:
             self.tiers.renew(weights)
+
+    def forget(self) -> None:
+        """Forgets all chunks, of which the scheduler is to be told."""
+        self.renew(self._weights)
+        self._kept, self._forgotten = [], True
+
+    def take_forgotten(self) -> bool:
+        """Whether all chunks were forgotten since this was last called."""
+        forgotten, self._forgotten = self._forgotten, False
+        return forgotten
 
     def collect_events(self) -> WorkerEvents | None:
         """What there is to tell the scheduler, but for times."""
         events = WorkerEvents(lost=self._lost, kept=self._kept)
         self._lost, self._kept = [], []
         if self.tiers is not None:
+            fetched = self.tiers.fetched()  # first, since the ranks meet in it
             for key, kv in self.tiers.settled().items():
                 if key in self._chunks:
                     self._chunks[key] = kv
                     self.memory.free(key)
-            fetched = self.tiers.fetched()
             self._chunks |= {key: kv for key, kv in fetched.items() if kv is not None}
             events.fetched = {key: kv is not None for key, kv in fetched.items()}
             events.located = self.tiers.located()
