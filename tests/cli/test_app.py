@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_blend.cli.app import app
-from vllm_blend.cli.eval import COMMANDS
+from vllm_blend.cli.eval.app import COMMANDS
 from vllm_blend.compat.version import package_version
 
 NAMES = ("demo", "doctor", "report", "serve", "simulate", "try", "warm")
