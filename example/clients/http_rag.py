@@ -1,6 +1,6 @@
 """RAG over plain HTTP, without blending and with it, by server-sent events and nothing but Python.
 
-vllm serve MODEL --additional-config '{"vllm_blend": {}}'
+vllm-blend serve MODEL
 python example/clients/http_rag.py --url http://127.0.0.1:8000/v1
 """
 

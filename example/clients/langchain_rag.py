@@ -1,6 +1,6 @@
 """RAG with LangChain, without blending and with it. Needs a blending server and BM25:
 
-vllm serve MODEL --additional-config '{"vllm_blend": {}}'
+vllm-blend serve MODEL
 pip install 'vllm-blend[langchain]' rank-bm25
 python example/clients/langchain_rag.py --url http://127.0.0.1:8000/v1
 """

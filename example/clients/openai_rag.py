@@ -1,6 +1,6 @@
 """RAG with OpenAI's client, without blending and with it: the message's text parts are the chunks.
 
-vllm serve MODEL --additional-config '{"vllm_blend": {}}'
+vllm-blend serve MODEL
 pip install openai rank-bm25
 python example/clients/openai_rag.py --url http://127.0.0.1:8000/v1
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_blend.model.lookahead import asked_layers
+from vllm_blend.core.settings import asked_layers
 
 
 def blended_logits(

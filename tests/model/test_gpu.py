@@ -23,8 +23,9 @@ import torch
 from engines import Engine, make_engine, plan_for, relative_error, run
 
 from vllm_blend.core.kv import StoredKV
+from vllm_blend.core.settings import asked_layers
 from vllm_blend.model.graphs import RowGraphs
-from vllm_blend.model.lookahead import Questions, asked_layers
+from vllm_blend.model.lookahead import Questions
 from vllm_blend.plugin import worker_messages
 from vllm_blend.plugin.step_requests import BlendModelState
 from vllm_blend.server.worker.collected import HostCopies, HostRows

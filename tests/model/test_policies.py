@@ -20,10 +20,9 @@ from slow_policies import check_rows, slow_static
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
-from vllm_blend.core.settings import POLICIES, BlendSettings, num_kept
+from vllm_blend.core.settings import POLICIES, BlendSettings, asked_layers, num_kept
 from vllm_blend.core.step import StepRequest
 from vllm_blend.model import loop
-from vllm_blend.model.lookahead import asked_layers
 from vllm_blend.model.select import CheckLayerCandidates, choose_rows, early
 from vllm_blend.model.select.early import EarlyCandidates
 from vllm_blend.model.select.policies import hashed, make_policy

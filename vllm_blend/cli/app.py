@@ -16,6 +16,7 @@ HELP = help_text(
 
     Exit codes: 0 all is well, 1 something wrong was found, 2 the call was wrong.""",
     "vllm-blend demo",
+    "vllm-blend serve MODEL",
     "vllm-blend doctor",
     "vllm-blend try MODEL prompts.jsonl",
     "vllm-blend warm passages/ --url http://127.0.0.1:8000",
@@ -50,7 +51,7 @@ def common(
 
 app.command("demo", help=demo.HELP)(demo.demo)
 app.command("doctor", help=doctor.HELP)(doctor.doctor)
-app.command("serve", help=serve.HELP)(serve.serve)
+app.command("serve", help=serve.HELP, context_settings={"ignore_unknown_options": True})(serve.serve)
 app.command("try", help=trial.HELP)(trial.attempt)
 app.command("warm", help=warm.HELP)(warm.warm)
 app.command("simulate", help=simulate.HELP)(simulate.simulate)

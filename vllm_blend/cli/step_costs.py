@@ -21,8 +21,7 @@ from typing import Any
 
 from vllm_blend.cli.client import Server, report_of
 from vllm_blend.cli.server_process import server_process
-from vllm_blend.core.settings import BlendSettings
-from vllm_blend.model.lookahead import asked_layers
+from vllm_blend.core.settings import BlendSettings, asked_layers
 from vllm_blend.server.config import CLIENT_FIELDS, ServerSettings
 from vllm_blend.store.compute_time import ComputeTime
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -38,7 +39,7 @@ WORTH = 1.2
 HELP = help_text(
     """Try blending on your own prompts: answers and time to first token beside full prefill's, how far
     the answers' tokens are from it (KL), and the smallest ratio that keeps the quality asked for.
-    Writes settings that vllm serve takes.
+    Writes settings to serve with.
 
     PROMPTS has chunks and a question, or a text with separators, a line of JSON each (docs/cli.md).
     Quality is the share of full reuse's KL to full prefill that blending removes: 0 is reuse of all KV
@@ -47,7 +48,7 @@ HELP = help_text(
     chunks.""",
     "vllm-blend try MODEL prompts.jsonl",
     "vllm-blend try MODEL prompts.jsonl --quality 0.5 --out blend.yaml",
-    "vllm serve MODEL --config blend.yaml",
+    "vllm-blend serve MODEL --settings blend.yaml",
 )
 
 
@@ -99,7 +100,7 @@ def attempt(
     if as_json:
         print_json(told)
     else:
-        _show(told, best, max(shares))
+        _show(told, best, max(shares), model)
     if not good:
         raise found_wrong()
 
@@ -219,7 +220,7 @@ def _told(full: Result, blended: Result) -> dict[str, Any]:
     }
 
 
-def _show(told: Mapping[str, Any], best: Summary | None, largest: float) -> None:
+def _show(told: Mapping[str, Any], best: Summary | None, largest: float, model: str) -> None:
     rows = [
         [
             one["prompt"],
@@ -246,6 +247,4 @@ def _show(told: Mapping[str, Any], best: Summary | None, largest: float) -> None
         say(f"Not recommended: TTFT gains less than {WORTH} times. Are the prompts long enough?")
     else:
         say(f"Recommended. Written to {told['written_to']}:")
-        yaml = str(told["written_to"]).endswith((".yaml", ".yml"))
-        given = "--config {}" if yaml else '--additional-config "$(cat {})"'
-        say(f"  vllm serve MODEL {given.format(told['written_to'])}")
+        say(f"  vllm-blend serve {shlex.quote(model)} --settings {shlex.quote(told['written_to'])}")

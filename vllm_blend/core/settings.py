@@ -222,3 +222,14 @@ NO_STAND_IN = BlendSettings(recomp_ratio=0.16)
 def num_kept(ratio: float, num_chunk_rows: int) -> int:
     """Rows that ``ratio`` of ``num_chunk_rows`` keeps: rounded down, all at 1.0."""
     return int(ratio * num_chunk_rows)
+
+
+ASKED_DEPTH = 1 / 3, 2 / 3
+"""Which layers the question is asked at: those in the middle third of the model's depth
+(docs/quality.md)."""
+
+
+def asked_layers(num_layers: int) -> range:
+    """The layers that are asked; the question's pass ends with the last of them."""
+    first, end = (int(depth * num_layers) for depth in ASKED_DEPTH)
+    return range(first, max(end, first + 1))

@@ -19,6 +19,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm_blend.attention.base import LayerBlend
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
+from vllm_blend.core.settings import asked_layers
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import Blended, BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
@@ -28,7 +29,7 @@ from vllm_blend.model.adapter_rows import with_adapters
 from vllm_blend.model.collect import Collecting, keep
 from vllm_blend.model.guard import Guard, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
-from vllm_blend.model.lookahead import Questions, asked_layers
+from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.select import early
 from vllm_blend.model.select.question import num_asked
 

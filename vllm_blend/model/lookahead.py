@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from vllm_blend.model.active_rows import ActiveRows
 
 
-ASKED_DEPTH = 1 / 3, 2 / 3
-"""Which layers are asked: those in the middle third of the model's depth (docs/quality.md)."""
-
-
-def asked_layers(num_layers: int) -> range:
-    """The layers that are asked; the pass ends with the last of them."""
-    first, end = (int(depth * num_layers) for depth in ASKED_DEPTH)
-    return range(first, max(end, first + 1))
-
-
 @dataclass(frozen=True, eq=False)
 class QuestionRows:
     """A request's question in a pass over its own rows.

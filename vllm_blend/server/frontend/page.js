@@ -246,7 +246,7 @@ function notice(report) {
   if (!report) return may("report") ? "The server did not say." : "This server’s client_fields do not list report.";
   const why = report.why_not ? `The server says: ${report.why_not}.` : "";
   if (report.missed_chunks) return `${why} New documents: ${report.missed_chunks}, computed now, and kept. Shuffle and ask again.`;
-  if (report.cached_chunks) return `${why} The prompt began as an earlier one did. Shuffle, so that documents stand elsewhere.`;
+  if (report.cached_chunks && !report.reused_tokens) return `${why} The prompt began as an earlier one did. Shuffle, so that documents stand elsewhere.`;
   return why;
 }
 
