@@ -174,7 +174,7 @@ def test_redis_that_drops_records_by_itself(redis_server: RedisServer) -> None:
 @pytest.mark.parametrize(
     ("arguments", "check", "said"),
     [
-        (["--pipeline-parallel-size", "2"], "engine", "pipeline_parallel_size > 1"),
+        (["--pipeline-parallel-size", "2"], "engine", "from the plan alone"),
         (["--enable-nonsense"], "arguments", "unrecognized arguments: --enable-nonsense"),
         (["--max-model-len", "999999"], "engine", "max_model_len"),
         (["--additional-config", '{"vllm_blend": {"ram_gb": 0.0001}}'], "memory", "holds"),

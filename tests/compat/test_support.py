@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_blend.compat.support import check_lora_policy, why_unsupported
+from vllm_blend.compat.support import check_policy, why_unsupported
 from vllm_blend.core.settings import BlendSettings
 
 
@@ -50,11 +50,43 @@ def test_another_quantized_cache_is_refused(tiny: Any, monkeypatch: pytest.Monke
 def test_policies_with_a_check_layer_need_an_engine_without_lora(tiny: Any) -> None:
     model = str(tiny("llama"))
     plain = EngineArgs(model=model, enforce_eager=True).create_engine_config()
-    check_lora_policy(plain, BlendSettings(policy="hkvd"))
+    check_policy(plain, BlendSettings(policy="hkvd"))
     lora = EngineArgs(model=model, enforce_eager=True, enable_lora=True).create_engine_config()
-    check_lora_policy(lora, BlendSettings(policy="ahead*static"))
+    check_policy(lora, BlendSettings(policy="ahead*static"))
     with pytest.raises(ValueError, match="an engine with LoRA can choose rows before layer 0 only"):
-        check_lora_policy(lora, BlendSettings(policy="hkvd"))
+        check_policy(lora, BlendSettings(policy="hkvd"))
+
+
+@pytest.mark.covers("policies that need more than the plan, with pipeline parallelism", refused=True)
+def test_pipeline_stages_choose_from_the_plan_alone(tiny: Any) -> None:
+    model = str(tiny("llama"))
+    config = EngineArgs(model=model, pipeline_parallel_size=2).create_engine_config()
+    assert why_unsupported(config) is None
+    for policy in ("static", "random", "heads", "static*random"):
+        check_policy(config, BlendSettings(policy=policy))
+    for policy in ("ahead", "ahead*static", "hkvd", "static*query"):
+        with pytest.raises(ValueError, match="plan alone, so allowed: heads, random, static, and"):
+            check_policy(config, BlendSettings(policy=policy))
+    settings = {"vllm_blend": {}}
+    with pytest.raises(ValueError, match="policy is 'ahead\\*static'; the stages of pipeline"):
+        EngineArgs(
+            model=model, pipeline_parallel_size=2, additional_config=settings
+        ).create_engine_config()
+
+
+@pytest.mark.covers("pipeline parallelism in a script", refused=True)
+def test_pipeline_parallelism_is_a_servers(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(tiny("llama"))
+    config = EngineArgs(model=model, pipeline_parallel_size=2).create_engine_config()
+    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", "external_launcher")
+    assert "pipeline parallelism in a script (external_launcher)" in str(why_unsupported(config))
+
+
+@pytest.mark.covers("pipeline parallelism with --enforce-eager", backend="CPU_ATTN", refused=True)
+def test_pipeline_parallelism_on_a_cpu_needs_compiled_models(tiny: Any) -> None:
+    """vLLM makes the buffers of later stages where it warms up a compiled model, and nowhere else."""
+    eager = EngineArgs(model=str(tiny("llama")), pipeline_parallel_size=2, enforce_eager=True)
+    assert "leave out --enforce-eager" in str(why_unsupported(eager.create_engine_config()))
 
 
 @pytest.mark.covers("{feature}", refused=True)

@@ -158,6 +158,23 @@ class Engine:
         ]
 
 
+@dataclass
+class SeveralRanks(Engine):
+    """An engine whose workers are processes of their own."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def ids(self, count: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(10, VOCAB, (count,), generator=generator).tolist()
+
+    def tell(self, method: str, *args: Any) -> list[Any]:
+        """What each rank answers to a call of its worker's method."""
+        found: list[Any] = self.llm.collective_rpc(method, args=args)
+        return found
+
+
 def collect(engine: Engine, chunks: list[list[int]]) -> list[StoredKV]:
     """Chunks collected alone, in one batch, through their requests."""
     plans = [CollectPlan() for _ in chunks]

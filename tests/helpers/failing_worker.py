@@ -81,3 +81,11 @@ class Faults:
         """Whether the engine blends."""
         found: bool = model_of(self.vllm_config).guard.is_open
         return found
+
+    def num_chunks(self) -> int:
+        """How many chunks this rank holds."""
+        return len(model_of(self.vllm_config).chunks)
+
+    def flush(self) -> None:
+        """Waits until the store has written what it was given."""
+        model_of(self.vllm_config).chunks.tiers.store.flush()

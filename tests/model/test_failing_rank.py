@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler, with_known_chunks
-from engines import Engine, make_llm, tiny_model
+from engines import SeveralRanks, make_llm, tiny_model
 from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
 
 from vllm_blend.core.step import MAX_FAILURES
 
 pytestmark = pytest.mark.slow
 
-VOCAB = 320
 STAGES = {
     "resolve": ("server.worker.chunk_cache:ChunkCache.resolve", "static", 1),
     "plan": ("plugin.step_requests:plan_step", "static", 1),
@@ -44,24 +41,8 @@ STAGES = {
 }
 
 
-@dataclass
-class TwoRanks(Engine):
-    """An engine whose workers are processes of their own."""
-
-    def __post_init__(self) -> None:
-        pass
-
-    def ids(self, count: int, seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(10, VOCAB, (count,), generator=generator).tolist()
-
-    def tell(self, method: str, *args: Any) -> list[Any]:
-        found: list[Any] = self.llm.collective_rpc(method, args=args)
-        return found
-
-
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeveralRanks]:
     folder = tiny_model("llama", tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a rank wants a NUMA node of its own
@@ -72,7 +53,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
             enable_prefix_caching=True,
         )
         with make_llm(folder, **options) as llm:
-            engine = TwoRanks(llm, folder)
+            engine = SeveralRanks(llm, folder)
             drain(engine)
             yield engine
 
@@ -89,7 +70,7 @@ def mended(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_fails_makes_the_step_a_full_prefill(
-    engine: TwoRanks, stage: str, rank: int
+    engine: SeveralRanks, stage: str, rank: int
 ) -> None:
     """Beside it in the same step: a plain request. After it: one that blends again."""
     place, policy, nth = STAGES[stage]
@@ -107,7 +88,7 @@ def test_a_rank_that_fails_makes_the_step_a_full_prefill(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("stage", ["keep", "collect"])
 def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
-    engine: TwoRanks, rank: int, stage: str
+    engine: SeveralRanks, rank: int, stage: str
 ) -> None:
     place, nth = {
         "keep": ("server.worker.chunk_cache:ChunkCache.keep", 1),
@@ -132,7 +113,7 @@ def test_a_chunk_that_a_rank_cannot_keep_is_kept_by_none(
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("stage", ["apply", "collect_events"])
-def test_messages_that_a_rank_loses(engine: TwoRanks, rank: int, stage: str) -> None:
+def test_messages_that_a_rank_loses(engine: SeveralRanks, rank: int, stage: str) -> None:
     """All ranks and the scheduler forget their chunks, and know the same ones afterwards."""
     (prompt, other), field, (full, plain) = with_known_chunks(engine, "static")
     field |= {"recomp_ratio": 1.0}
@@ -156,7 +137,9 @@ def test_messages_that_a_rank_loses(engine: TwoRanks, rank: int, stage: str) -> 
 
 
 @pytest.mark.parametrize("policy", ["static", "ahead*static"])
-def test_ranks_that_choose_differently_take_the_first_ones_rows(engine: TwoRanks, policy: str) -> None:
+def test_ranks_that_choose_differently_take_the_first_ones_rows(
+    engine: SeveralRanks, policy: str
+) -> None:
     prompt, spans = prompt_of(engine, [1, 2, 3])
     field = {"spans": spans, "policy": policy, "recomp_ratio": 0.1} | REPORT
     outputs(engine, [prompt], [field])
@@ -172,7 +155,7 @@ def test_ranks_that_choose_differently_take_the_first_ones_rows(engine: TwoRanks
         assert (answer(found) == expected) == (rank == 1)
 
 
-def test_after_several_failures_of_one_rank_no_rank_blends(engine: TwoRanks) -> None:
+def test_after_several_failures_of_one_rank_no_rank_blends(engine: SeveralRanks) -> None:
     prompt, spans = prompt_of(engine, [1, 2, 3])
     field = {"spans": spans, "policy": "static"} | REPORT
     full = answer(*outputs(engine, [prompt], [None]))

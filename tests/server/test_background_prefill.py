@@ -11,7 +11,7 @@ from background import complete
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, CollectPlan
-from vllm_blend.core.static_scores import movement
+from vllm_blend.core.static_scores import movement, scores_of
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
 from vllm_blend.server.internal import background_prefill
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
@@ -120,7 +120,8 @@ def compute(chunks: ChunkCache, plan: CollectPlan, layers: Layers) -> None:
         for index, (k, v) in enumerate(layers):
             plan.write(index, plan.start, k, v)
     plan.advance(0, plan.num_prompt_tokens)
-    chunks.keep(plan, chunks.distances(plan))
+    parts = chunks.distances(plan)
+    chunks.keep(plan, None if parts is None else scores_of(parts))
 
 
 def random_layers() -> Layers:

@@ -156,7 +156,7 @@ def test_a_servers_budget_is_of_what_is_kept() -> None:
         model_config=SimpleNamespace(
             get_num_kv_heads=lambda parallel: 2,
             get_head_size=lambda: 64,
-            get_num_layers=lambda parallel: 3,
+            get_total_num_hidden_layers=lambda: 3,
             dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),

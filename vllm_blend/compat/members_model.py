@@ -138,6 +138,25 @@ CALLED: Mapping[str, tuple[Member, ...]] = {
         Member("ir.op", "IrOp.set_priority", "self, priority"),
         Member("utils.torch_utils", "weak_ref_tensor", "tensor"),
     ),
+    "core/pipeline.py": (
+        Member("distributed", "get_pp_group", ""),
+        Member(
+            _GROUPS,
+            "GroupCoordinator.send_tensor_dict",
+            "self, tensor_dict, dst=, all_gather_group=, all_gather_tensors=",
+        ),
+        Member(
+            _GROUPS,
+            "GroupCoordinator.recv_tensor_dict",
+            "self, src=, all_gather_group=, all_gather_tensors=",
+        ),
+    ),
+    "compat/support.py": (
+        Member("config.model", "ModelConfig.get_layers_start_end_indices", "self, parallel_config"),
+    ),
+    "server/chunks/chunk_registry.py": (
+        Member("config.model", "ModelConfig.get_total_num_hidden_layers", "self"),
+    ),
     "core/tensor_parallel.py": (
         Member("distributed", "get_tp_group", ""),
         Member("distributed", "tensor_model_parallel_all_reduce", "input_"),
@@ -353,6 +372,10 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "decode_graph_eligible",
         ),
         Member("vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
+    ),
+    "core/pipeline.py": (
+        Member("sequence", "IntermediateTensors"),
+        Member("sequence", "IntermediateTensors.tensors"),
     ),
     "core/tensor_parallel.py": (
         Member(_GROUPS, "GraphCaptureContext"),

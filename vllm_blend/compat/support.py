@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat.cuda import graph_reasons
-from vllm_blend.core.settings import EARLY, BlendSettings
+from vllm_blend.core.settings import EARLY, PLANNED, BlendSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,13 +26,19 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 def why_unsupported(vllm_config: VllmConfig) -> str | None:
     """Why an engine with this configuration cannot blend, as a sentence, or None."""
     from vllm import envs
+    from vllm.config.compilation import CompilationMode
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     speculative = vllm_config.speculative_config
     config, device_type = model.hf_config, vllm_config.device_config.device_type
     cache_dtype = vllm_config.cache_config.cache_dtype
     reasons = {
-        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "pipeline parallelism without torch.compile on a CPU, where vLLM itself fails at the first "
+        "request (leave out --enforce-eager)": parallel.pipeline_parallel_size > 1
+        and device_type == "cpu"
+        and vllm_config.compilation_config.mode == CompilationMode.NONE,
+        "pipeline parallelism in a script (external_launcher)": parallel.pipeline_parallel_size > 1
+        and parallel.distributed_executor_backend == "external_launcher",
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
         "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
@@ -63,8 +69,20 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
     return f"blending does not support {', '.join(found)}; start the engine without it"
 
 
-def check_lora_policy(vllm_config: VllmConfig, settings: BlendSettings) -> None:
-    """Raises ValueError if the policy needs the layer loop, and the engine has LoRA."""
+def first_layer(vllm_config: VllmConfig) -> int:
+    """Of this rank's pipeline stage, from 0."""
+    start, _ = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    return int(start)
+
+
+def check_policy(vllm_config: VllmConfig, settings: BlendSettings) -> None:
+    """Raises ValueError if the policy needs the layer loop, and the engine has LoRA; or if it needs
+    what other pipeline stages know."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 and not settings.policies <= PLANNED:
+        raise ValueError(
+            f"policy is {settings.policy!r}; the stages of pipeline parallelism choose rows from the "
+            f"plan alone, so allowed: {', '.join(sorted(PLANNED))}, and products of them"
+        )
     if vllm_config.lora_config is not None and not settings.early:
         raise ValueError(
             f"policy is {settings.policy!r}, which looks at a check layer; an engine with LoRA can "

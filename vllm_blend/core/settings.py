@@ -24,6 +24,9 @@ EARLY = frozenset({"static", "ahead", "heads", "random"})
 """Policies that choose rows before layer 0: the model's own forward runs on those rows alone. The
 others look at a check layer, which only the layer loop of ``model/loop.py`` reaches."""
 
+PLANNED = EARLY - {"ahead"}
+"""Those of them that need nothing but a plan: no layer is run to choose."""
+
 LOOP_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose layers that loop knows how to call."""
 

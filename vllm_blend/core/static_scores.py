@@ -44,7 +44,8 @@ def apart(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def scores_of(parts: torch.Tensor) -> torch.Tensor:
-    """Scores, ``[num_tokens]`` float32, of the sum of all ranks' ``distances``."""
+    """Scores, ``[num_tokens]`` float32, of the sum of a stage's ranks' ``distances``. Those of all
+    layers are the sum of the stages'."""
     moved_by, squares = parts[:, :-1], parts[:, -1:]
     mean = (squares / moved_by.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
     return (moved_by / mean).sum(0)

@@ -17,6 +17,7 @@ import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_blend.attention.base import LayerBlend
+from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.settings import asked_layers
@@ -27,11 +28,12 @@ from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
 from vllm_blend.model.adapter_rows import with_adapters
 from vllm_blend.model.collect import Collecting, keep
-from vllm_blend.model.guard import Guard, digest
+from vllm_blend.model.guard import Guard, StepFailed, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.select import early
 from vllm_blend.model.select.question import num_asked
+from vllm_blend.model.stages import StageRun, digest_of, digest_of_choice, first_ranks
 
 if TYPE_CHECKING:
     from vllm_blend.model.loop import LayerLoop
@@ -46,7 +48,7 @@ class RunsRows(Protocol):
         """Gets ready, where that is ``wanted``."""
         ...
 
-    def prepared(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], torch.Tensor] | None:
+    def prepared(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], rows.Hidden] | None:
         """To be called for ``[num_rows, hidden_size]``; None where it cannot."""
         ...
 
@@ -100,7 +102,8 @@ class Blending:
         self.blended: list[Blended] = []
         self.in_flight = InFlight()
         self.shift = 0
-        self.watch: Callable[[torch.Tensor], None] | None = None
+        self.watch: Callable[[rows.Hidden], None] | None = None
+        self._unsettled: StageRun | None = None
         self._frame: ActiveRows | None = None
         self._begun = False
         self._to_blend: Sequence[str] = ()
@@ -156,8 +159,9 @@ class Blending:
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
-        """Runs the step that is set.
+    ) -> rows.Hidden:
+        """Runs the step that is set; of several pipeline stages the last one settles it, the others do
+        once they have sent what they computed.
 
         Args:
             stock: the model's own forward. The other arguments are the model's.
@@ -167,43 +171,69 @@ class Blending:
         """
         step = self.step
         inputs = rows.Inputs(stock, input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
-        # in place: a graph reads positions where vLLM's runner keeps them
-        with rows.placed(positions, positions + self.shift if self.shift else None):
-            output = self._blend_or_prefill(inputs)
-        if self.watch is not None:
-            self.watch(output)
+        run = StageRun(step, self._to_blend, inputs, get_forward_context(), self.shift)
+        try:
+            with rows.placed(positions, positions + self.shift if self.shift else None):
+                if step is not None and step.blended:
+                    run.output = self._blend(step, run)
+                else:
+                    self.guard.agree(digest_of(step))
+        except Exception as error:
+            if tensor_parallel.num_ranks() > 1 and not isinstance(error, StepFailed):
+                raise  # the other ranks may be waiting for this one
+            run.error = error
         if step is not None and positions.is_cuda:
             self.in_flight.hold(step, positions.device)
-        if self.step is not None:
-            keep(self.step, self.owners, self.chunks, self.guard)
-        self._collecting = None
-        return output
+        self._unsettled = run
+        if run.output is None and (run.error is None or not pipeline.is_last_stage()):
+            self.collecting = run.error is None
+            try:
+                run.output = run.alone()
+            finally:
+                self.collecting = True
+        return self.settle() if pipeline.is_last_stage() else run.output
 
-    def _blend_or_prefill(self, inputs: rows.Inputs) -> torch.Tensor:
-        """Blends; where that fails, all rows of the step are computed, as by vLLM's own forward, and
-        none are kept."""
-        step = self.step
+    def settle(self) -> rows.Hidden | None:
+        """Ends the step that was run, with all pipeline stages: what it computed is kept; where it has
+        failed, all rows are computed as by vLLM's own forward, and none are kept.
+
+        Returns:
+            What the stage has computed; None: nothing has run since this was last called.
+        """
+        run, self._unsettled, self._collecting = self._unsettled, None, None
+        if run is None:
+            return None
         try:
-            if step is not None and step.blended:
-                return self._blend(step, inputs)
-            self.guard.agree(_digest_of(step))
+            if pipeline.num_stages() > 1:
+                if run.error is not None:
+                    self.guard.note(run.error)
+                self.guard.agree(digest([digest_of(run.step), run.choice]), all_stages=True)
+            elif run.error is not None:
+                raise run.error
         except Exception as error:
             self.guard.caught(error)
-            failed = self._to_blend if step is None else [r.request_id for r in step.blended]
-            self.guard.prefilled += failed
-            self.step = None
-        return inputs.run()
+            self.guard.prefilled += run.failed
+            self.step = run.step = None
+            run.output = run.in_full()
+        if run.clock is not None and run.step is not None:
+            self.clocks.append(run.clock)
+            self.blended += run.blended
+        if self.watch is not None:
+            self.watch(run.output)
+        if run.step is not None:
+            keep(run.step, self.owners, self.chunks, self.guard)
+        return run.output
 
-    def _blend(self, step: BlendStep, inputs: rows.Inputs) -> torch.Tensor:
-        guard = self.guard
+    def _blend(self, step: BlendStep, now: StageRun) -> rows.Hidden:
+        guard, inputs = self.guard, now.inputs
         frame = guard.attempt(lambda: self._frame_of(step, inputs), None)
         asking = [r for r in step.blended if r.settings.asks and num_asked(r)]
         if asking:
             self._ask(step, frame, asking, inputs)
         chosen = self._choose(step, frame, asking)
         run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
-        if not guard.agree(_digest_of(step), _digest_of_choice(chosen)):
-            chosen = _first_ranks(chosen)  # whose scores may differ in their last bits
+        if not guard.agree(digest_of(step), digest_of_choice(chosen)):
+            chosen = first_ranks(chosen)  # whose scores may differ in their last bits
             run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
             guard.agree()
         frame = _known(frame)
@@ -219,8 +249,8 @@ class Blending:
             frame.let_go()
         output = guard.attempt(lambda: self._finished(frame, inputs, hidden, chosen), hidden)
         guard.agree()
-        self.clocks.append(frame.clock)
-        self.blended += [
+        now.clock, now.choice = frame.clock, digest_of_choice(chosen)
+        now.blended = [
             Blended(r.request_id, r.position, r.num_chunk_rows, len(frame.kept.get(r, ())))
             for r in step.blended
         ]
@@ -238,7 +268,7 @@ class Blending:
         the cache then."""
         guard, layers = self.guard, asked_layers(len(self.attns))
 
-        def prepare() -> tuple[ActiveRows, Questions, Callable[[], torch.Tensor]]:
+        def prepare() -> tuple[ActiveRows, Questions, Callable[[], rows.Hidden]]:
             ahead = self._frame_of(step, inputs, _known(frame).clock)
             ahead.own_rows_of(asking)
             ahead.end_layer = layers.stop
@@ -246,7 +276,7 @@ class Blending:
             return ahead, questions, self._runner(ahead, inputs)
 
         prepared = guard.attempt(prepare, None)
-        guard.agree(_digest_of(step))
+        guard.agree(digest_of(step))
         frame, (ahead, questions, run) = _known(frame), _known(prepared)
         frame.fused_layers = layers.stop
         self.collecting = False
@@ -283,7 +313,7 @@ class Blending:
 
     def _prepared(
         self, frame: ActiveRows, inputs: rows.Inputs, chosen: dict[StepRequest, torch.Tensor]
-    ) -> Callable[[], torch.Tensor]:
+    ) -> Callable[[], rows.Hidden]:
         """The forward of the chosen rows, to be called."""
         with frame.clock.stage("select"):
             if chosen:
@@ -296,7 +326,7 @@ class Blending:
         assert self.loop is not None  # else the request was refused
         return partial(self.loop.run, frame, inputs, self.guard)
 
-    def _runner(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], torch.Tensor]:
+    def _runner(self, frame: ActiveRows, inputs: rows.Inputs) -> Callable[[], rows.Hidden]:
         """The model's own forward of a frame's rows, ``[num_rows, hidden_size]``, to be called."""
         run = None if self.graphs is None else self.graphs.prepared(frame, inputs)
         run = inputs.prepared(frame, self.attns) if run is None else run
@@ -306,9 +336,9 @@ class Blending:
         self,
         frame: ActiveRows,
         inputs: rows.Inputs,
-        hidden: torch.Tensor,
+        hidden: rows.Hidden,
         chosen: dict[StepRequest, torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> rows.Hidden:
         """Hidden states of all rows of what the step has run."""
         if len(chosen) < len(frame.step.blended):
             return hidden  # the layer loop's
@@ -360,26 +390,3 @@ def _known(value: T | None) -> T:
     """A value that is there, since nothing has failed before it is asked for."""
     assert value is not None
     return value
-
-
-def _digest_of(step: BlendStep | None) -> int:
-    """Of what all ranks must have in common; in scripts the ranks name requests as they like."""
-    requests = [] if step is None else step.requests
-    return digest(
-        (r.row, r.position, r.num_rows, [(lo, hi) for _, lo, hi in r.windows]) for r in requests
-    )
-
-
-def _digest_of_choice(chosen: dict[StepRequest, torch.Tensor]) -> int:
-    """Of the rows that the host has chosen; the others are the first rank's."""
-    return digest(index.tolist() for index in chosen.values() if index.device.type == "cpu")
-
-
-def _first_ranks(chosen: dict[StepRequest, torch.Tensor]) -> dict[StepRequest, torch.Tensor]:
-    """The first rank's choice; how many it has of a window may differ too."""
-    found = {}
-    for request in chosen:
-        mask = torch.zeros(request.num_chunk_rows, dtype=torch.int32, device=request.device)
-        mask[chosen[request].to(request.device)] = 1
-        found[request] = broadcast_rank0(mask).cpu().nonzero().flatten()
-    return found

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from vllm_blend.attention.rotation import Angles, Rotation
+from vllm_blend.core.pipeline import sum_of_stages
 from vllm_blend.core.plans import CollectPlan
+from vllm_blend.core.static_scores import scores_of
 from vllm_blend.core.step import BlendStep
 from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.model.active_rows import ActiveRows
@@ -144,14 +146,14 @@ def keep(step: BlendStep, owners: Sequence[Any], chunks: Any, guard: Guard) -> N
                     owner.hack_kv = list(kv)
         if plan.key is None:
             continue
-        parts = None
+        scores = None
         if plan.scored:
             parts = guard.attempt(partial(chunks.distances, plan), None)
             none = torch.zeros(2 * len(owners), plan.num_tokens + 1, device="cpu")
-            parts = all_reduce_sum(none if parts is None else parts)
-        guard.attempt(partial(chunks.keep, plan, parts), None)
+            scores = sum_of_stages(scores_of(all_reduce_sum(none if parts is None else parts)))
+        guard.attempt(partial(chunks.keep, plan, scores), None)
     try:
-        guard.agree()
+        guard.agree(all_stages=True)
     except StepFailed as failed:
         guard.caught(failed)
         for _, plan in step.collected:

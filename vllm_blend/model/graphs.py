@@ -78,6 +78,7 @@ class RowGraphs:
         if (
             config.device_config.device_type != "cuda"
             or config.model_config.enforce_eager
+            or config.parallel_config.pipeline_parallel_size > 1  # stages hand on hidden states
             or config.lora_config is not None  # its kernels' numbers of tokens are not in fixed places
             or mode in (None, CUDAGraphMode.NONE)
             or not all(hasattr(attn.impl, "at") for attn in blending.attns)

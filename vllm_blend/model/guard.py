@@ -1,9 +1,10 @@
-"""A step that fails to blend is a full prefill, on all tensor-parallel ranks.
+"""A step that fails to blend is a full prefill, on all ranks of a model.
 
 The ranks meet in the model's collective operations, so one that fails between two of them must not stay
 away from the next. What a rank does by itself it therefore ``attempt``s: an error is kept, and the step
 goes on with values that nobody will use. Before the rows run, and after, the ranks ``agree``: where one
-failed, all of them raise ``StepFailed`` there, and compute the step in full.
+failed, all of them raise ``StepFailed`` there, and compute the step in full. Pipeline stages agree once
+a step has ended (``stages.py``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 from zlib import crc32
 
+from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.step import MAX_FAILURES
-from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 
 logger = logging.getLogger("vllm.vllm_blend")
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class StepFailed(Exception):
     """
 
     def __init__(self, kind: int) -> None:
-        super().__init__("the step failed to blend on another tensor-parallel rank")
+        super().__init__("the step failed to blend on another rank")
         self.kind = kind
 
 
@@ -57,7 +58,7 @@ class Guard:
         self._disordered = False
 
     def note(self, error: Exception) -> None:
-        """Something failed outside of a step: the ranks are told when they agree next."""
+        """Something has failed on this rank: the others are told when they agree next."""
         self._error = self._error or error
 
     def attempt(self, do: Callable[[], T], otherwise: T) -> T:
@@ -72,11 +73,12 @@ class Guard:
                 self._error = error
         return otherwise
 
-    def agree(self, plan: int = 0, choice: int = 0) -> bool:
+    def agree(self, plan: int = 0, choice: int = 0, all_stages: bool = False) -> bool:
         """Waits for the other ranks, which must call it too.
 
         Args:
-            plan, choice: digests of what this rank is about to do.
+            plan, choice: digests of what this rank is about to do, or has done.
+            all_stages: those of all pipeline stages; else this stage's.
 
         Returns:
             Whether all ranks have made the same choice.
@@ -87,14 +89,15 @@ class Guard:
         """
         error, self._error = self._error, None
         kind, same = 0 if error is None else _kind(error), True
-        if num_ranks() > 1:
-            least = all_reduce_min([-kind, plan, -plan, choice, -choice])
+        ranks = pipeline if all_stages else tensor_parallel
+        if ranks.num_ranks() > 1:
+            least = ranks.all_reduce_min([-kind, plan, -plan, choice, -choice])
             kind, same = -least[0], least[3] == -least[4]
             if not kind and least[1] != -least[2]:
-                error = RuntimeError("the tensor-parallel ranks have different chunks")
+                error = RuntimeError("the ranks have different chunks")
                 kind = _kind(error)
         if kind:
-            raise StepFailed(kind) from error
+            raise StepFailed(kind) from (error.__cause__ if isinstance(error, StepFailed) else error)
         return same
 
     def caught(self, error: Exception) -> None:
@@ -105,7 +108,7 @@ class Guard:
         """
         failed = isinstance(error, StepFailed)
         cause = error.__cause__ if failed else error
-        if not self.catches or not (failed or num_ranks() == 1):
+        if not self.catches or not (failed or pipeline.num_ranks() == 1):
             raise cause or error
         kind = error.kind if isinstance(error, StepFailed) else _kind(error)
         self._disordered |= kind == NEWS_FAILED
@@ -147,11 +150,13 @@ class Guard:
 
 def digest(values: Iterable[object]) -> int:
     """A number for ``values``, the same in every process; 0 where there is but one rank."""
-    return crc32(repr(list(values)).encode()) if num_ranks() > 1 else 0
+    return crc32(repr(list(values)).encode()) if pipeline.num_ranks() > 1 else 0
 
 
 def _kind(error: Exception) -> int:
     """Of an error, by its type's name; not 0."""
+    if isinstance(error, StepFailed):
+        return error.kind
     return crc32(type(error).__name__.encode()) + 1
 
 

@@ -24,14 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_blend.attention.rotation import Rotation, rotations_in
-from vllm_blend.compat.support import FP8_CACHE_DTYPES
+from vllm_blend.compat.support import FP8_CACHE_DTYPES, first_layer
 from vllm_blend.compat.version import package_version, vllm_version
+from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import LayerKV
+from vllm_blend.core.pipeline import all_reduce_min
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
 from vllm_blend.core.settings import BlendSettings
-from vllm_blend.core.tensor_parallel import all_reduce_min, num_ranks
 from vllm_blend.model.graphs import RowGraphs
+from vllm_blend.model.rows import Hidden, last_row
 from vllm_blend.model.verdicts import ABOUT, Verdict, model_digest, read_verdict, verdicts_folder
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class Probing:
 
     def __init__(self, worker: Any, blending: Blending) -> None:
         self._worker, self._blending = worker, blending
-        config = blending.vllm_config
+        config = self._config = blending.vllm_config
         longest = config.model_config.max_model_len
         budget = config.scheduler_config.max_num_batched_tokens
         self._num_tokens = min(NUM_TOKENS, longest // 2, budget)
@@ -109,40 +111,41 @@ class Probing:
         """Probes the model."""
         here, expected = self._collect(0)
         there, shifted = self._collect(self._shift)
-        found, worst = [], ""
-        for index, (k, moved) in enumerate(zip(here, there, strict=True)):
-            rotation, errors = self._kind(index, k[0], moved[0])
-            if all_reduce_min([int(rotation is not None)]) == [0]:
-                worst = worst or (
+        found, why = [], ""
+        for index, (k, moved) in enumerate(zip(here, there, strict=True), first_layer(self._config)):
+            rotation, errors = self._kind(len(found), k[0], moved[0])
+            if rotation is None:
+                why = why or (
                     f"layer {index}'s K moves with its position otherwise than any rotary module of "
                     f"the model turns it (off by {min(errors):.2g}, allowed {self._shift_tolerance})"
                 )
             found.append(-1 if rotation is None else rotation)
-        if worst:
-            return Verdict(worst)
+        if refused := agreed(why):
+            return refused
         shift_error = relative_error(shifted, expected)
         if not shift_error < self._shift_tolerance:
-            return Verdict(
+            why = (
                 f"its answer depends on where a prompt's positions begin (the last hidden state moves "
                 f"by {shift_error:.2g}, allowed {self._shift_tolerance})"
             )
+        if refused := agreed(why):
+            return refused
         self.give(found)
         kv = self._stored(here)
         identity = relative_error(self._blend(kv), expected)
         wrong = [(k.roll(CONTROL, 0), v.roll(CONTROL, 0)) for k, v in kv]
         control = relative_error(self._blend(wrong), expected)
-        verdict = Verdict("", tuple(found), shift_error, identity, control)
         if not identity < self._tolerance:
-            return Verdict(
+            why = (
                 f"with exact KV and random rows its last hidden state is off by {identity:.2g} "
                 f"(allowed {self._tolerance})"
             )
-        if not control > 2 * identity:
-            return Verdict(
+        elif not control > 2 * identity:
+            why = (
                 f"wrong KV moves its last hidden state no more than exact KV does ({control:.2g} and "
                 f"{identity:.2g}), so stored KV is not what its layers attend to"
             )
-        return verdict
+        return agreed(why) or Verdict("", tuple(found), shift_error, identity, control)
 
     def give(self, rotations: Sequence[int]) -> None:
         """Gives each layer the rotation that was found."""
@@ -232,7 +235,11 @@ class Probing:
     def _run(self, plan: BlendPlan | CollectPlan) -> torch.Tensor:
         """Prefills the prompt with ``plan``; returns its last hidden state, ``[hidden_size]``."""
         hidden: list[torch.Tensor] = []
-        self._blending.watch = lambda output: hidden.append(output[self._num_tokens - 1].clone())
+
+        def watch(output: Hidden) -> None:
+            hidden.append(last_row(output, self._num_tokens - 1))
+
+        self._blending.watch = watch
         try:
             with self._request(plan) as outputs:
                 for output in outputs:
@@ -282,6 +289,17 @@ class Probing:
         self._worker.execute_model(ended)
 
 
+def agreed(why: str) -> Verdict | None:
+    """All ranks refuse where one does.
+
+    Args:
+        why: this one does; empty: it does not.
+    """
+    if all_reduce_min([int(not why)]) == [1]:
+        return None
+    return Verdict(why or "another rank's part of it fails the probe")
+
+
 def token_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The median over tokens of ``|found - expected| / |expected|``: a few experts that rounding has
     made others do not count."""
@@ -308,8 +326,14 @@ def _about(blending: Blending) -> dict[str, str]:
         "vllm": vllm_version() or "",
         "dtype": str(config.model_config.dtype),
         "backends": ", ".join(sorted({attn.attn_backend.get_name() for attn in blending.attns})),
-        "ranks": str(num_ranks()),
+        "ranks": _ranks(),
     }
+
+
+def _ranks() -> str:
+    """Of how many this is one, for a reader."""
+    ranks, stages = str(tensor_parallel.num_ranks()), pipeline.num_stages()
+    return ranks if stages == 1 else f"{ranks}, stage {pipeline.stage() + 1} of {stages}"
 
 
 def _path(blending: Blending) -> Path:
@@ -325,7 +349,8 @@ def _path(blending: Blending) -> Path:
         str(config.cache_config.cache_dtype),
         model.max_model_len,
         str(model.quantization),
-        num_ranks(),
+        tensor_parallel.num_ranks(),
+        *([] if pipeline.num_stages() == 1 else [pipeline.num_stages(), pipeline.stage()]),
         sorted({attn.attn_backend.get_name() for attn in blending.attns}),
         str(config.compilation_config.mode),
         type(blending.inner).__name__,

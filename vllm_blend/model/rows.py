@@ -19,9 +19,14 @@ from typing import Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import override_forward_context
+from vllm.sequence import IntermediateTensors
 
 from vllm_blend.compat.adapters import eager_descriptor
 from vllm_blend.model.active_rows import ActiveRows
+
+Hidden = torch.Tensor | IntermediateTensors
+"""What a forward gives of its rows: hidden states, ``[num_rows, hidden_size]``; in a pipeline stage but
+the last, what the next one needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,30 +36,34 @@ class Inputs:
     Attributes:
         stock: the model's own forward.
         positions: ``[num_tokens]``, padding included.
+        intermediate_tensors: what the pipeline stage before this one has given, or None.
         more: other arguments of the model.
     """
 
     stock: Callable[..., Any]
     input_ids: torch.Tensor | None
     positions: torch.Tensor
-    intermediate_tensors: Any
+    intermediate_tensors: IntermediateTensors | None
     inputs_embeds: torch.Tensor | None
     more: dict[str, Any]
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> Hidden:
         """The model's forward of all rows."""
-        return self._run(self.input_ids, self.positions, self.inputs_embeds)
+        return self._run(self.input_ids, self.positions, self.intermediate_tensors, self.inputs_embeds)
 
-    def run_on(self, frame: ActiveRows, attns: Sequence[Any]) -> torch.Tensor:
-        """The model's forward of a frame's rows, ``[num_rows, hidden_size]``, without CUDA graphs."""
+    def run_on(self, frame: ActiveRows, attns: Sequence[Any]) -> Hidden:
+        """The model's forward of a frame's rows, without CUDA graphs."""
         return self.prepared(frame, attns)()
 
-    def prepared(self, frame: ActiveRows, attns: Sequence[Any]) -> Callable[[], torch.Tensor]:
+    def prepared(self, frame: ActiveRows, attns: Sequence[Any]) -> Callable[[], Hidden]:
         """The same, to be called."""
         inputs = [
             None if tensor is None else tensor[frame.rows]
             for tensor in (self.input_ids, self.inputs_embeds)
         ]
+        before = self.intermediate_tensors
+        if before is not None:
+            before = IntermediateTensors({name: t[frame.rows] for name, t in before.items()})
         changes = dict(
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             batch_descriptor=eager_descriptor(frame.num_rows),
@@ -62,9 +71,9 @@ class Inputs:
         )
         context, positions = frame.context(attns, **changes), frame.positions
 
-        def run() -> torch.Tensor:
+        def run() -> Hidden:
             with override_forward_context(context):
-                return self._run(inputs[0], positions, inputs[1])
+                return self._run(inputs[0], positions, before, inputs[1])
 
         return run
 
@@ -72,12 +81,13 @@ class Inputs:
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: torch.Tensor | None,
-    ) -> torch.Tensor:
-        hidden: torch.Tensor = self.stock(
+    ) -> Hidden:
+        hidden: Hidden = self.stock(
             input_ids=input_ids,
             positions=positions,
-            intermediate_tensors=self.intermediate_tensors,
+            intermediate_tensors=intermediate_tensors,
             inputs_embeds=inputs_embeds,
             **self.more,
         )
@@ -99,7 +109,22 @@ def placed(target: torch.Tensor | None, values: torch.Tensor | None) -> Iterator
         place.copy_(before)
 
 
-def scattered(frame: ActiveRows, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def scattered(frame: ActiveRows, hidden: Hidden, num_tokens: int) -> Hidden:
     """Hidden states of all rows, ``[num_tokens, hidden_size]``; 0 where none are computed."""
+    if isinstance(hidden, IntermediateTensors):
+        return IntermediateTensors(
+            {name: _scattered(frame, rows, num_tokens) for name, rows in hidden.items()}
+        )
+    return _scattered(frame, hidden, num_tokens)
+
+
+def last_row(hidden: Hidden, row: int) -> torch.Tensor:
+    """A copy of one row; of a pipeline stage's output all that it has of it."""
+    if isinstance(hidden, IntermediateTensors):
+        return torch.cat([rows[row].flatten() for _, rows in sorted(hidden.items())])
+    return hidden[row].clone()
+
+
+def _scattered(frame: ActiveRows, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
     output = hidden.new_zeros(num_tokens, hidden.shape[1])
     return output.index_copy_(0, frame.rows, hidden)

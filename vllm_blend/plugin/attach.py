@@ -30,8 +30,8 @@ from vllm_blend.compat.support import (
 )
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
+from vllm_blend.core.pipeline import num_ranks
 from vllm_blend.core.settings import LOOP_ARCHITECTURES
-from vllm_blend.core.tensor_parallel import num_ranks
 from vllm_blend.model.blending import Blending
 from vllm_blend.model.loop import LayerLoop
 from vllm_blend.plugin.step_requests import state_class

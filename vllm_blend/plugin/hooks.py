@@ -40,7 +40,8 @@ vLLM is patched through its registries where it has them. What is left is here:
     model's weights may be others afterwards (``weights.py``).
     Goes when vLLM tells of new weights, however they came.
 ``Worker.execute_model``, ``Worker.sample_tokens``   wrapped, so that the scheduler and the
-    model's process can tell each other what they must know (``worker_messages.py``).
+    model's process can tell each other what they must know (``worker_messages.py``), and pipeline
+    stages end a step together (``model/stages.py``).
     Goes when vLLM's messages between them have room for a plugin's data.
 
 What is read, and what only engines on CUDA need, is in ``compat/``.
@@ -56,7 +57,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat import cuda
 from vllm_blend.compat.engine_access import model_of, register_model
-from vllm_blend.compat.support import check_lora_policy, report_unsupported, why_unsupported
+from vllm_blend.compat.support import check_policy, report_unsupported, why_unsupported
 from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
 from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
@@ -174,7 +175,7 @@ def _configure(stock: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     if settings is None:
         return config
     settings.blend.check_architecture([config.model_config.architecture])
-    check_lora_policy(config, settings.blend)
+    check_policy(config, settings.blend)
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is not None:
         reason: str | None = (
@@ -248,7 +249,7 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
     if isinstance(plan, BlendPlan) and blending.loop is None:
         plan.settings.check_architecture([type(blending.model).__name__.removeprefix("Blend")])
     if isinstance(plan, BlendPlan):
-        check_lora_policy(blending.vllm_config, plan.settings)
+        check_policy(blending.vllm_config, plan.settings)
     params.extra_args = (params.extra_args or {}) | {EXTRA_ARG: plan}
     if isinstance(plan, CollectPlan):
         params.skip_reading_prefix_cache = True  # else only the tail would be computed

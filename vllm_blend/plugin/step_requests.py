@@ -21,7 +21,7 @@ Plan = BlendPlan | CollectPlan | KeyedPlan
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """A request of a step that is in prefill and has a plan; the same on all tensor-parallel ranks.
+    """A request of a step that is in prefill and has a plan; the same on all ranks.
 
     Attributes:
         index: of the request in the step.
@@ -69,6 +69,14 @@ def begin(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> None
     if prefills:
         to_blend = [one.request_id for one in prefills if one.blends]
         blending.begin(to_blend, lambda: plan_step(blending, prefills, batch))
+
+
+@torch.inference_mode()
+def settle(blending: Blending) -> None:
+    """Ends a step of a pipeline stage that has sent what it computed; nothing on the last one, whose
+    forward has done so."""
+    if blending.settle() is not None:
+        blending.end()
 
 
 def plan_step(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> BlendStep | None:

@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from vllm_blend.compat.engine_access import model_of
-from vllm_blend.core.tensor_parallel import all_reduce_min
+from vllm_blend.core.pipeline import all_reduce_min
 from vllm_blend.plugin.step_requests import drop_plans
 from vllm_blend.store.fingerprint import parameters_digest
 

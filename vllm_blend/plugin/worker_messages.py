@@ -12,9 +12,9 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat.engine_access import model_of
-from vllm_blend.core.tensor_parallel import num_ranks
+from vllm_blend.core.pipeline import num_ranks, num_stages
 from vllm_blend.model.guard import NewsFailed, StepFailed
-from vllm_blend.plugin.step_requests import drop_plans
+from vllm_blend.plugin.step_requests import drop_plans, settle
 from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
 
 if TYPE_CHECKING:
@@ -25,11 +25,14 @@ logger = logging.getLogger("vllm.vllm_blend")
 
 
 def with_messages(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the scheduler's commands before a step, and sends events with its output."""
+    """Takes the scheduler's commands before a step, ends it with the other pipeline stages, and sends
+    events with its output."""
     blending = model_of(worker.vllm_config)
     if blending is not None and args:
         _take(worker, blending, WorkerCommands.of(args[0]))
     output = stock(worker, *args, **kwargs)
+    if blending is not None:
+        settle(blending)
     if blending is None or output is None:
         return output
     events = _events(worker, blending)
@@ -44,7 +47,8 @@ def _take(worker: Any, blending: Blending, commands: WorkerCommands) -> None:
         blending.chunks.apply(commands)
     except Exception as error:
         blending.guard.note(_news_failed(error))
-    _agree(worker, blending)
+    if num_stages() == 1:  # else the stages tell each other at the end of the next step that blends
+        _agree(worker, blending)
 
 
 def _agree(worker: Any, blending: Blending) -> None:

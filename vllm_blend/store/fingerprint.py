@@ -113,6 +113,7 @@ def model_key(
     tp_rank: int = 0,
     storage: str = "auto",
     checksum_key: bytes = b"",
+    first_layer: int = 0,
 ) -> ModelKey:
     """The key of an engine's model.
 
@@ -121,6 +122,7 @@ def model_key(
         shape: of the KV of one rank.
         tp_rank: which one.
         storage, checksum_key: the store's.
+        first_layer: of the rank's pipeline stage.
 
     Raises:
         FileNotFoundError: if the weights are not on this machine.
@@ -141,6 +143,7 @@ def model_key(
         quantization=str(model.quantization or ""),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         tp_rank=tp_rank,
+        first_layer=first_layer,
         storage=storage,
         checksum_key=checksum_key,
     )

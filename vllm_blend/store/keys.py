@@ -43,6 +43,7 @@ class ModelKey:
         quantization: vLLM's name for how the weights are quantized, or "".
         tp_size: tensor-parallel ranks.
         tp_rank: which of them, from 0.
+        first_layer: of the pipeline stage; its other layers follow.
         storage: ``"auto"``: K and V are kept as they are computed; ``"fp8"``: in eight bits.
         checksum_key: secret; names and checksums of records depend on it, so that what someone wrote
             without it is not used. Empty: there is none.
@@ -58,6 +59,7 @@ class ModelKey:
     quantization: str = ""
     tp_size: int = 1
     tp_rank: int = 0
+    first_layer: int = 0
     storage: str = "auto"
     checksum_key: bytes = field(default=b"", repr=False)
 
@@ -87,6 +89,8 @@ class ModelKey:
         del values["checksum_key"]
         if self.storage == "auto":
             del values["storage"]  # so that these keys are those from before there was a choice
+        if not self.first_layer:
+            del values["first_layer"]  # likewise
         text = json.dumps(values, sort_keys=True, default=str)
         return self.hasher(text.encode()).digest(DIGEST_BYTES)
 

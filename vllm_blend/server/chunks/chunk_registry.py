@@ -46,7 +46,7 @@ def _digest(context: TokenIds) -> bytes:
 
 
 def bytes_per_token(vllm_config: Any, storage: str = "auto") -> int:
-    """Bytes of one token's K and V in all layers, of all tensor-parallel ranks.
+    """Bytes of one token's K and V in all layers, of all ranks.
 
     Args:
         storage: how they are kept: as they are computed, or in ``"fp8"`` with a scale for each head.
@@ -55,7 +55,7 @@ def bytes_per_token(vllm_config: Any, storage: str = "auto") -> int:
     num_kv_heads = config.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     size = config.get_head_size()
     head = size + SCALE_BYTES if storage == "fp8" else size * config.dtype.itemsize
-    return int(2 * config.get_num_layers(parallel) * num_kv_heads * head)
+    return int(2 * config.get_total_num_hidden_layers() * num_kv_heads * head)
 
 
 @dataclass

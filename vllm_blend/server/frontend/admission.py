@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.compat.support import check_lora_policy
+from vllm_blend.compat.support import check_policy
 from vllm_blend.core.plans import EXTRA_ARG
 from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
@@ -79,7 +79,7 @@ def _check(vllm_config: VllmConfig, blend_request: BlendRequest, num_tokens: int
     model_config = vllm_config.model_config
     try:
         blend_request.settings.check_architecture([model_config.architecture])
-        check_lora_policy(vllm_config, blend_request.settings)
+        check_policy(vllm_config, blend_request.settings)
         blend_request.check(num_tokens, model_config.hf_text_config.num_hidden_layers)
     except ValueError as error:
         raise _refusal(str(error)) from None

@@ -80,7 +80,7 @@ class Calibration:
             model.max_model_len - 1,
             vllm_config.scheduler_config.max_num_batched_tokens,
         )
-        layers = model.get_num_layers(vllm_config.parallel_config)
+        layers = model.get_total_num_hidden_layers()
         repeat = 3 if on_gpu else 1
         calibration = cls(
             model.get_vocab_size(),

@@ -9,7 +9,6 @@ import torch
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan
-from vllm_blend.core.static_scores import scores_of
 from vllm_blend.server.messages import Lost, WorkerCommands, WorkerEvents
 from vllm_blend.server.worker.collected import Distances, HostCopies, HostRows
 from vllm_blend.server.worker.pinned_memory import PinnedMemory
@@ -107,11 +106,11 @@ class ChunkCache:
         bring to them (``core/static_scores.py``); None: what is stored was dropped meanwhile."""
         return plan.into.sums() if isinstance(plan.into, Distances) else None
 
-    def keep(self, plan: CollectPlan, parts: torch.Tensor | None = None) -> None:
+    def keep(self, plan: CollectPlan, scores: torch.Tensor | None = None) -> None:
         """Keeps what was collected under a key, if it is whole.
 
         Args:
-            parts: the sum of all ranks' ``distances``; of a plan that is scored.
+            scores: what the ``distances`` of all ranks make, of a plan that is scored.
         """
         assert plan.key is not None
         # vLLM may hand the plan over again after a preemption: it starts anew
@@ -125,8 +124,8 @@ class ChunkCache:
             # before the step's output: once that is there, so are the chunks that it tells of
             copied = None if self._copies is None else self._copies.join()
         else:
-            assert parts is not None
-            kv = replace(self._chunks[plan.key], scores=scores_of(parts))
+            assert scores is not None
+            kv = replace(self._chunks[plan.key], scores=scores)
         if self.tiers is not None and plan.chunk is not None:
             self.tiers.put(plan.key, plan.chunk, kv, copied)
         self._chunks[plan.key] = kv

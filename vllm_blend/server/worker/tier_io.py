@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.core import tensor_parallel
+from vllm_blend.compat.support import first_layer
+from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.server.messages import Place
@@ -66,11 +67,16 @@ class TierIO:
         """
         from vllm_blend.store import model_key, open_store
 
-        host_gb = values["host_gb"] / tensor_parallel.num_ranks()
+        host_gb = values["host_gb"] / pipeline.num_ranks()
         store = open_store({**values, "host_gb": host_gb})
         try:
             key = model_key(
-                vllm_config, shape, tensor_parallel.rank(), store.storage, store.checksum_key
+                vllm_config,
+                shape,
+                tensor_parallel.rank(),
+                store.storage,
+                store.checksum_key,
+                first_layer(vllm_config),
             )
         except FileNotFoundError:
             store.close()
@@ -129,7 +135,7 @@ class TierIO:
         They have ended when they have in all ranks, and a chunk is there if all its parts are.
         """
         found: dict[ChunkKey, StoredKV | None] = {}
-        states = tensor_parallel.all_reduce_min([_state(future) for future in self._fetches.values()])
+        states = pipeline.all_reduce_min([_state(future) for future in self._fetches.values()])
         for key, state in zip(list(self._fetches), states, strict=True):
             if state == PENDING:
                 continue
