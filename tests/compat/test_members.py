@@ -35,6 +35,7 @@ DOCUMENTED = {
 
 MIXINS = {
     "BlendScheduler": ("v1.core.sched.async_scheduler", "AsyncScheduler"),
+    "Connected": ("v1.core.sched.scheduler", "Scheduler"),
     "StepRoom": ("v1.core.sched.scheduler", "Scheduler"),
     "BlendKVCacheManager": ("v1.core.kv_cache_manager", "KVCacheManager"),
     "BlendModelState": ("v1.worker.gpu.model_states.default", "DefaultModelState"),

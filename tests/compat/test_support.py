@@ -97,6 +97,7 @@ def test_pipeline_parallelism_on_a_cpu_needs_compiled_models(tiny: Any) -> None:
         ("context parallelism", "parallel_config", {"decode_context_parallel_size": 2}),
         ("dual-batch overlap", "parallel_config", {"enable_dbo": True}),
         ("pooling models", "model_config", {"runner_type": "pooling"}),
+        ("LoRA in a multimodal model", "", {"lora_config": 1, "model_config.multimodal_config": 1}),
         (
             "speculative decoding with a draft model",
             "",
@@ -110,5 +111,6 @@ def test_what_is_refused_everywhere(
     config = EngineArgs(model=str(tiny("llama")), enforce_eager=True).create_engine_config()
     assert why_unsupported(config) is None
     for name, value in changes.items():
-        monkeypatch.setattr(getattr(config, part) if part else config, name, value)
+        owner, _, name = name.rpartition(".")
+        monkeypatch.setattr(getattr(config, owner or part) if owner or part else config, name, value)
     assert f"blending does not support {feature}" in str(why_unsupported(config))

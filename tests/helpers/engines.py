@@ -89,7 +89,7 @@ class Engine:
     def ids(self, count: int, seed: int) -> list[int]:
         """Random token ids, special ones left out."""
         generator = torch.Generator().manual_seed(seed)
-        vocab = self.outer.config.vocab_size
+        vocab = self.llm.model_config.get_vocab_size()
         return torch.randint(10, vocab, (count,), generator=generator).tolist()
 
     def generate(

@@ -47,6 +47,8 @@ class Family:
     nope: tuple[int, ...] = ()  # layers whose K does not depend on the position
     engine: dict[str, Any] = field(default_factory=dict)  # what ``LLM(...)`` needs besides the folder
     note: str = ""
+    model: str = "AutoModelForCausalLM"
+    processor: str = ""  # of a model that takes images (``wrappers.py``), whose values are its parts'
 
 
 def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
@@ -402,10 +404,14 @@ FAMILIES: dict[str, Family] = {
 
 def family_folder(name: str) -> Path:
     """The folder of the tiny model of ``name``; made by the first process that asks for this row."""
+    return row_folder(name, FAMILIES[name])
+
+
+def row_folder(name: str, row: Family) -> Path:
+    """The same of any row."""
     import transformers
 
-    row = FAMILIES[name]
-    told = repr((COMMON, row.config, row.values, transformers.__version__, inspect.getsource(_write)))
+    told = repr((COMMON, row, transformers.__version__, inspect.getsource(_write)))
     root = Path(tempfile.gettempdir()) / f"tiny-families-{os.getuid()}"
     folder = root / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     if not folder.exists():
@@ -424,14 +430,19 @@ def _write(row: Family, folder: Path) -> None:
     import torch
     import transformers
 
-    values = copy.deepcopy(COMMON | row.values)  # a config may write into them
+    # a config may write into them
+    values = copy.deepcopy(row.values if row.processor else COMMON | row.values)
     config = getattr(transformers, row.config)(**values)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = getattr(transformers, row.model).from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
             elif parameter.dim() == 1:  # norms, some of which add 1 to it, and sinks
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
+    if row.processor:
+        from wrappers import write_processor
+
+        write_processor(row.processor, folder)

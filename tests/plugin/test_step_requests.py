@@ -135,6 +135,20 @@ def test_a_plan_that_cannot_be_made_is_reported(state: State) -> None:
     assert [r.request_id for r in step.requests] == ["keyed"]
 
 
+def test_a_step_that_computes_an_image_blends_nothing(state: State) -> None:
+    state.add_request(0, new("keyed", KeyedPlan((KeyedSpan(0, 4, b"a"),)), computed=3))
+    state.encoder_cache = SimpleNamespace(mm_features={"image": ["of it"], "plain": []})
+    for in_prefill in (True, False):
+        batch, states = batch_of(("image", 5, 0, 8), ("plain", 2, 0, 2), ("keyed", 9, 3, 12))
+        batch.is_prefilling_np = np.array([in_prefill, True, True])
+        step = state.prepare_inputs(batch, states)["step"]
+        assert (step is None) == in_prefill
+        if in_prefill:
+            with pytest.raises(RuntimeError, match="request image of the step has images, audio or"):
+                state.model.blending.forward(lambda **_: None, None, torch.arange(16))
+        state.postprocess_state("output")
+
+
 def test_a_step_without_plans_is_vllms_own(state: State) -> None:
     batch, states = batch_of(("plain", 7, 0, 7))
     assert state.prepare_inputs(batch, states)["step"] is None

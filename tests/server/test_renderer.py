@@ -20,7 +20,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers import get_tokenizer
 
 from vllm_blend.server.frontend.renderer import BlendRenderer
-from vllm_blend.server.request import SPANS_KEY, WHY_NOT_KEY
+from vllm_blend.server.request import SPANS_KEY, WHY_NOT_KEY, WITH_MEDIA
 
 CHUNKS = ("The ferry stops until March, when the ice is gone. " * 3, "Why? " * 20)
 PIECES = ("Read.\n\n", *CHUNKS, "Question: 1")
@@ -172,6 +172,22 @@ def test_a_truncated_text_is_stocks_and_says_so(
     assert rendered["prompt_token_ids"] == expected["prompt_token_ids"]
     assert SPANS_KEY not in rendered
     assert "truncate_prompt_tokens" in rendered[WHY_NOT_KEY]
+
+
+def test_a_text_beside_an_image_is_stocks(
+    blending: OnlineRenderer, stock: OnlineRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = BlendRenderer._tokenize_prompt
+
+    def beside_an_image(self: Any, prompt: Any, params: Any) -> Any:
+        found = around(self, prompt | {"multi_modal_data": {"image": ["one"]}}, params)
+        return {key: value for key, value in found.items() if key != "multi_modal_data"}
+
+    monkeypatch.setattr(BlendRenderer, "_tokenize_prompt", beside_an_image)
+    rendered = complete(blending, MARKED, {"separator": MARK})
+    expected = complete(stock, "".join(PIECES))
+    assert rendered["prompt_token_ids"] == expected["prompt_token_ids"]
+    assert SPANS_KEY not in rendered and rendered[WHY_NOT_KEY] == WITH_MEDIA
 
 
 def test_short_chunks_have_no_span_and_the_prompt_says_so(blending: OnlineRenderer) -> None:

@@ -27,7 +27,8 @@ _models: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def blend_model(llm: Any) -> Any:
     """The inner model of an in-process ``vllm.LLM``: the object that has ``cache_fuse_metadata``.
 
-    The same as ``llm.llm_engine.model_executor.driver_worker.model_runner.model.model``.
+    The same as ``llm.llm_engine.model_executor.driver_worker.model_runner.model.model``; of a model
+    that takes images, that of its language model.
 
     Raises:
         RuntimeError: if the model runs in another process, was not patched, or cannot blend; the

@@ -12,8 +12,30 @@ _ENGINE = "v1.engine.core"
 _RUNNER = "v1.worker.gpu_model_runner"
 _RUNNER_2 = "v1.worker.gpu.model_runner"
 _HF = "renderers.hf"
+_CONNECTOR = "distributed.kv_transfer.kv_connector.v1.base"
 
 WRAPPED: Mapping[str, tuple[Member, ...]] = {
+    "server/scheduler/kv_connectors.py": (
+        Member(
+            _CONNECTOR,
+            "KVConnectorBase_V1.get_num_new_matched_tokens",
+            "self, request, num_computed_tokens",
+        ),
+        Member(
+            _CONNECTOR,
+            "KVConnectorBase_V1.update_state_after_alloc",
+            "self, request, blocks, num_external_tokens",
+        ),
+        Member(_CONNECTOR, "KVConnectorBase_V1.build_connector_meta", "self, scheduler_output"),
+        Member(_CONNECTOR, "KVConnectorBase_V1.on_new_request", "self, request"),
+        Member(_CONNECTOR, "KVConnectorBase_V1.request_finished", "self, request, block_ids"),
+        Member(_CONNECTOR, "SupportsHMA.request_finished_all_groups", "self, request, block_ids"),
+        Member(
+            _CONNECTOR,
+            "KVConnectorBase_V1.register_finished_partial_tail",
+            "self, request, block_ids, partial_tail_offloads",
+        ),
+    ),
     "plugin/hooks.py": (
         Member(
             "engine.arg_utils", "EngineArgs.create_engine_config", "self, usage_context=, headless="
@@ -98,6 +120,9 @@ OVERRIDDEN: Mapping[str, tuple[Member, ...]] = {
             _SCHEDULER, "Scheduler.update_from_output", "self, scheduler_output, model_runner_output"
         ),
     ),
+    "server/scheduler/kv_connectors.py": (
+        Member(_SCHEDULER, "Scheduler._connector_finished", "self, request"),
+    ),
     "server/scheduler/step_room.py": (
         Member(
             _SCHEDULER,
@@ -172,6 +197,27 @@ CALLED: Mapping[str, tuple[Member, ...]] = {
 """Functions and methods."""
 
 READ: Mapping[str, tuple[Member, ...]] = {
+    "server/scheduler/kv_connectors.py": (
+        Member(_SCHEDULER, "Scheduler.connector"),
+        *each(
+            "v1.core.sched.output",
+            "SchedulerOutput",
+            "scheduled_cached_reqs",
+            "scheduled_spec_decode_tokens",
+            "scheduled_encoder_inputs",
+            "preempted_req_ids",
+            "new_block_ids_to_zero",
+        ),
+        Member("v1.core.sched.output", "CachedRequestData.req_ids"),
+    ),
+    "compat/kv_connectors.py": (
+        Member("distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
+        Member("v1.worker.gpu.kv_connector", "KVConnector.set_disabled", "self, disabled"),
+        Member(_CONNECTOR, "KVConnectorBase_V1.get_loaded_kv_cache_group_ids", "self, request"),
+        Member(
+            "distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector.sub_connectors"
+        ),
+    ),
     "server/scheduler/scheduler.py": (
         *each(
             _SCHEDULER,
@@ -215,7 +261,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "num_spec_tokens",
         ),
         Member("v1.request", "RequestStatus.RUNNING"),
-        *each("v1.request", "Request", "num_tokens", "status"),
+        *each("v1.request", "Request", "num_tokens", "num_prompt_tokens", "mm_features", "status"),
         *each(
             "config.scheduler",
             "SchedulerConfig",

@@ -189,6 +189,8 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "num_prompt_tokens",
         ),
         Member("v1.worker.gpu_input_batch", "CachedRequestState.sampling_params"),
+        Member("v1.worker.gpu_input_batch", "CachedRequestState.mm_features"),
+        Member("v1.worker.gpu.mm.encoder_cache", "EncoderCache.mm_features"),
         Member(_RUNNER_2, "GPUModelRunner.model_state"),
         *each(
             "v1.worker.gpu.input_batch",
@@ -196,6 +198,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "req_ids",
             "query_start_loc_np",
             "num_computed_prefill_tokens_np",
+            "is_prefilling_np",
             "idx_mapping_np",
         ),
         Member("v1.worker.gpu.states", "RequestState.prompt_len"),
@@ -351,6 +354,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "speculative_config",
         ),
         *each("config.model", "ModelConfig", "runner_type", "is_multimodal_model", "hf_config"),
+        Member("model_executor.models.interfaces", "SupportsMultiModal.get_language_model", "self"),
         Member("config.cache", "CacheConfig.cache_dtype"),
     ),
     "compat/engine_access.py": (

@@ -50,9 +50,8 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         "vLLM's Rust front end (VLLM_USE_RUST_FRONTEND), which runs no plugins": bool(
             envs.VLLM_USE_RUST_FRONTEND
         ),
-        "a KV connector": vllm_config.kv_transfer_config is not None,
         "pooling models": model.runner_type == "pooling",
-        "multimodal models": model.is_multimodal_model,
+        "LoRA in a multimodal model": model.is_multimodal_model and vllm_config.lora_config is not None,
         "data parallelism with experts": parallel.data_parallel_size > 1
         and parallel.is_moe_model is not False,
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
@@ -89,6 +88,12 @@ def check_policy(vllm_config: VllmConfig, settings: BlendSettings) -> None:
             f"choose rows before layer 0 only, so allowed: {', '.join(sorted(EARLY))}, and products of "
             "them"
         )
+
+
+def language_model(model: Any) -> Any:
+    """Of a multimodal model of vLLM's what turns text into hidden states; else the model itself."""
+    find = getattr(model, "get_language_model", None)
+    return model if find is None else find()
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:

@@ -72,6 +72,16 @@ class Fusing:
         return torch.cat([request.chunk_rows for request in self.requests])
 
 
+def places_of(context: ForwardContext, num_rows: int) -> torch.Tensor:
+    """Where each row of a step stands in its request, ``[num_rows]`` int64, by the metadata of its
+    attention; the host does not wait for the device."""
+    stock = next(iter(context.attn_metadata.values()))
+    starts = stock.query_start_loc.long()
+    rows = torch.arange(num_rows, device=starts.device)
+    request = torch.bucketize(rows, starts[1:], right=True)
+    return stock.seq_lens[request].long() - (starts[request + 1] - rows)
+
+
 class ActiveRows(ChosenRows):
     """The rows of a step that are computed, as its layers see them.
 

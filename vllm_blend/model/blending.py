@@ -17,6 +17,7 @@ import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_blend.attention.base import LayerBlend
+from vllm_blend.compat.kv_connectors import unseen
 from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
@@ -25,7 +26,7 @@ from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import Blended, BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
 from vllm_blend.model import rows
-from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard
+from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard, places_of
 from vllm_blend.model.adapter_rows import with_adapters
 from vllm_blend.model.collect import Collecting, keep
 from vllm_blend.model.guard import Guard, StepFailed, digest
@@ -281,7 +282,8 @@ class Blending:
         frame.fused_layers = layers.stop
         self.collecting = False
         try:
-            with frame.clock.stage("select"), suppress(LastLayerHeard):
+            # a layer's KV is not whole before the rows are chosen
+            with frame.clock.stage("select"), suppress(LastLayerHeard), unseen():
                 run()
         finally:
             self.collecting = True
@@ -342,17 +344,20 @@ class Blending:
         """Hidden states of all rows of what the step has run."""
         if len(chosen) < len(frame.step.blended):
             return hidden  # the layer loop's
-        output = rows.scattered(frame, hidden, inputs.positions.shape[0])
+        output = rows.scattered(frame, hidden, inputs.num_tokens)
         self.cache_fuse_metadata.record(frame.results())
         return output
 
     def _frame_of(
         self, step: BlendStep, inputs: rows.Inputs, clock: StageClock | None = None
     ) -> ActiveRows:
+        context, positions = get_forward_context(), inputs.positions
+        if positions.dim() > 1:  # M-RoPE's are not where a token stands, behind an image
+            positions = places_of(context, step.num_rows)
         return ActiveRows(
             step,
-            inputs.positions,
-            get_forward_context(),
+            positions,
+            context,
             len(self.attns),
             self.cache_fuse_metadata,
             clock,

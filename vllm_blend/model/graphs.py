@@ -80,6 +80,7 @@ class RowGraphs:
             or config.model_config.enforce_eager
             or config.parallel_config.pipeline_parallel_size > 1  # stages hand on hidden states
             or config.lora_config is not None  # its kernels' numbers of tokens are not in fixed places
+            or config.kv_transfer_config is not None  # it is to hear of each layer
             or mode in (None, CUDAGraphMode.NONE)
             or not all(hasattr(attn.impl, "at") for attn in blending.attns)
         ):
@@ -121,6 +122,7 @@ class RowGraphs:
         return (
             inputs.input_ids is not None
             and inputs.inputs_embeds is None
+            and inputs.positions.dim() == 1
             and inputs.intermediate_tensors is None
             and not any(isinstance(value, torch.Tensor) for value in inputs.more.values())
             and len(frame.step.starts) <= self._max_reqs + 1

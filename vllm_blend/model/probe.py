@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_blend.attention.rotation import Rotation, rotations_in
+from vllm_blend.compat.kv_connectors import unseen
 from vllm_blend.compat.support import FP8_CACHE_DTYPES, first_layer
 from vllm_blend.compat.version import package_version, vllm_version
 from vllm_blend.core import pipeline, tensor_parallel
@@ -66,6 +67,11 @@ def probe(worker: Any, blending: Blending) -> str | None:
     Args:
         worker: vLLM's, at the end of its start.
     """
+    with unseen(worker.model_runner):
+        return _probe(worker, blending)
+
+
+def _probe(worker: Any, blending: Blending) -> str | None:
     probing = Probing(worker, blending)
     path = _path(blending)
     verdict, known = _read(path), True

@@ -35,7 +35,8 @@ class Inputs:
 
     Attributes:
         stock: the model's own forward.
-        positions: ``[num_tokens]``, padding included.
+        positions: ``[num_tokens]``, padding included; ``[num_dims, num_tokens]`` where a model with
+            M-RoPE has several a token, which are the same for text.
         intermediate_tensors: what the pipeline stage before this one has given, or None.
         more: other arguments of the model.
     """
@@ -46,6 +47,20 @@ class Inputs:
     intermediate_tensors: IntermediateTensors | None
     inputs_embeds: torch.Tensor | None
     more: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[-1]
+
+    def positions_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of some rows, with the strides that the model was compiled for."""
+        if self.positions.dim() == 1:
+            return self.positions[rows]
+        size = len(self.positions), len(rows)
+        found = torch.empty_strided(
+            size, self.positions.stride(), dtype=self.positions.dtype, device=self.positions.device
+        )
+        return found.copy_(self.positions[:, rows])
 
     def run(self) -> Hidden:
         """The model's forward of all rows."""
@@ -69,7 +84,7 @@ class Inputs:
             batch_descriptor=eager_descriptor(frame.num_rows),
             is_padding=None,
         )
-        context, positions = frame.context(attns, **changes), frame.positions
+        context, positions = frame.context(attns, **changes), self.positions_of(frame.rows)
 
         def run() -> Hidden:
             with override_forward_context(context):

@@ -24,6 +24,7 @@ from vllm_blend.attention.rotation import Rotation
 from vllm_blend.compat.engine_access import model_of
 from vllm_blend.compat.support import (
     attention_layers,
+    language_model,
     report_unsupported,
     why_attention_unsupported,
     why_unsupported,
@@ -108,7 +109,8 @@ def attach(
     blending: Blending = model.blending
     blending.vllm_config, blending.model = vllm_config, model
     blending.chunks, blending.adapters = ChunkCache(), Adapters()
-    inner = blending.inner = getattr(model, "model", model)
+    language = language_model(model)
+    inner = blending.inner = getattr(language, "model", language)
     inner.cache_fuse_metadata, inner.old_kvs = CacheFuseMetadata(), None
     inner.__dict__["blending"] = blending  # not a module of its own
     blending.unsupported = why_unsupported(vllm_config) or prepare(blending, model, vllm_config)

@@ -64,7 +64,12 @@ from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
 from vllm_blend.plugin.worker_messages import with_messages
 from vllm_blend.server.config import CONFIG_KEY, ServerSettings
 from vllm_blend.server.frontend.admission import admit as admit_request
-from vllm_blend.server.frontend.admission import check_can_blend, count_reports
+from vllm_blend.server.frontend.admission import (
+    check_can_blend,
+    check_text_alone,
+    count_reports,
+    keep_brought_apart,
+)
 from vllm_blend.server.frontend.asked import asked_by
 
 if TYPE_CHECKING:
@@ -217,6 +222,7 @@ def _admit(stock: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     params = request.sampling_params
     if params is None:
         return request
+    keep_brought_apart(request)
     plan = (params.extra_args or {}).get(EXTRA_ARG)
     blending = model_of(processor.vllm_config)
     if blending is not None and blending.unsupported is None and plan is None:
@@ -243,7 +249,14 @@ def _admit_plan(request: Any, plan: BlendPlan | CollectPlan, blending: Blending 
         raise ValueError(blending.unsupported if blending else "this engine's model cannot blend")
     if request.resumable:
         raise ValueError("a prompt that is streamed cannot be blended; send it whole")
+    config = blending.vllm_config
+    if config.kv_transfer_config is not None and ServerSettings.of(config) is None:
+        raise ValueError(
+            "this engine has a KV connector, which must not see blended requests as others: start it "
+            f"""with additional_config={{"{CONFIG_KEY}": {{}}}}, whose scheduler keeps them apart"""
+        )
     check_can_blend(request)
+    check_text_alone(request)
     plan.check(request.prompt_token_ids, blending.kv_shape)
     _check_adapter(request, plan, blending)
     if isinstance(plan, BlendPlan) and blending.loop is None:

@@ -55,12 +55,14 @@ class Batch:
         req_ids: of all its requests.
         starts: numpy array: the first row of each of them, then the number of rows.
         kv_cache_dtype: vLLM's name for the paged cache's type.
+        with_media: ids of the requests in prefill that have images, audio or video.
     """
 
     req_ids: Sequence[str]
     starts: Any
     device: torch.device
     kv_cache_dtype: str
+    with_media: Sequence[str] = ()
 
 
 def begin(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> None:
@@ -102,16 +104,29 @@ def plan_step(blending: Blending, prefills: Sequence[Prefill], batch: Batch) -> 
     if not requests:
         return None
     starts = batch.starts[: len(batch.req_ids) + 1].tolist()
-    return BlendStep(requests, starts, batch.kv_cache_dtype)
+    step = BlendStep(requests, starts, batch.kv_cache_dtype)
+    if step.blended and batch.with_media:
+        raise RuntimeError(
+            f"request {batch.with_media[0]} of the step has images, audio or video, whose rows only "
+            "vLLM's own forward computes: run it in another batch than prompts that blend"
+        )
+    return step
+
+
+def _in_prefill(batch: Any) -> list[int]:
+    """Which requests of the V1 runner's step are in prefill."""
+    num_reqs = batch.num_reqs
+    computed = batch.num_computed_tokens_cpu[:num_reqs]
+    found: list[int] = (computed < batch.num_prompt_tokens[:num_reqs]).nonzero()[0].tolist()
+    return found
 
 
 def prefills_of(runner: Any) -> list[Prefill]:
     """Those of a step of the V1 runner."""
     batch = runner.input_batch
-    num_reqs = batch.num_reqs
-    computed = batch.num_computed_tokens_cpu[:num_reqs]
+    computed = batch.num_computed_tokens_cpu
     prefills = []
-    for index in (computed < batch.num_prompt_tokens[:num_reqs]).nonzero()[0].tolist():
+    for index in _in_prefill(batch):
         req_id = batch.req_ids[index]
         params = runner.requests[req_id].sampling_params
         plans = (params.extra_args or {}) if params is not None else {}
@@ -124,11 +139,13 @@ def prefills_of(runner: Any) -> list[Prefill]:
 def batch_of(runner: Any) -> Batch:
     """The step of the V1 runner."""
     batch = runner.input_batch
+    prefills = (batch.req_ids[index] for index in _in_prefill(batch))
     return Batch(
         batch.req_ids[: batch.num_reqs],
         runner.query_start_loc.np,
         torch.device(runner.device),
         runner.cache_config.cache_dtype,
+        [req_id for req_id in prefills if runner.requests[req_id].mm_features],
     )
 
 
@@ -176,6 +193,7 @@ class BlendModelState:
             input_batch.query_start_loc_np,
             self.device,
             self.vllm_config.cache_config.cache_dtype,
+            self._with_media(input_batch),
         )
         begin(self.blending, self.prefills(input_batch, req_states), batch)
         inputs: dict[str, Any] = stock.prepare_inputs(input_batch, req_states)
@@ -185,6 +203,13 @@ class BlendModelState:
         stock: Any = super()
         stock.postprocess_state(*args, **kwargs)
         self.blending.end()
+
+    def _with_media(self, input_batch: Any) -> list[str]:
+        cache = getattr(self, "encoder_cache", None)
+        if cache is None:
+            return []
+        of_step = zip(input_batch.req_ids, input_batch.is_prefilling_np, strict=True)
+        return [req_id for req_id, is_it in of_step if is_it and cache.mm_features.get(req_id)]
 
     def prefills(self, input_batch: Any, req_states: Any) -> list[Prefill]:
         """The step's requests that are in prefill and have a plan."""

@@ -129,6 +129,9 @@ class ServerSettings:
         background_share: share of the computed tokens that may go to chunks that were missed, while
             requests are waiting or running; an idle engine computes them at once.
         log_requests: one INFO line a request: what was blended, or why not.
+        kv_block_connectors: class names of vLLM's KV connectors that move a request's own blocks to
+            another engine, beside those that say so (NIXL, Mooncake). Any other is never given the
+            blocks of a blended request: it might hand them out for the same tokens.
         page: serve a page at ``/blend`` to try blending on: documents, a question, and the answers with
             and without. Whoever reaches the server sees it; it asks as any client does.
         operator_key: where the key is, ``{"env": NAME}`` or ``{"file": PATH}``, with which an operator
@@ -159,6 +162,7 @@ class ServerSettings:
     background_share: float = 0.2
     step_rows: int | None = None
     log_requests: bool = True
+    kv_block_connectors: Sequence[str] = ()
     page: bool = False
     operator_key: Mapping[str, str] | None = None
     blend: BlendSettings = field(default_factory=BlendSettings)
@@ -194,6 +198,11 @@ class ServerSettings:
             _check_number("step_rows", self.step_rows, int, 1)
         _check_number("background_share", self.background_share, float, 0)
         _ = self.client_limits
+        names = self.kv_block_connectors
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise ValueError(f"kv_block_connectors is {names!r}; expected a list of class names")
+        if any(not isinstance(name, str) for name in names):
+            raise ValueError(f"kv_block_connectors is {names!r}; expected a list of class names")
 
     @cached_property
     def client_limits(self) -> ClientLimits:

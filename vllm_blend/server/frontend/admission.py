@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.server.config import CONFIG_KEY, NO_STORE, ServerSettings
 from vllm_blend.server.frontend import metrics
 from vllm_blend.server.request import (
+    APPROXIMATE,
     REPORT_KEY,
     SIZES,
     SPANS_KEY,
     WHY_NOT_KEY,
+    WITH_MEDIA,
     BlendRequest,
     Span,
     sign,
@@ -150,6 +153,20 @@ def check_can_blend(request: Any) -> None:
             f"prompt_logprobs is {request.sampling_params.prompt_logprobs}; a blended or collected "
             "prompt has none, since not every prompt token is computed"
         )
+
+
+def keep_brought_apart(request: Any) -> None:
+    """Gives a request whose KV comes blended from another engine a cache salt of its own, so that no
+    exact request finds it through the prefix cache."""
+    brought = (request.sampling_params.extra_args or {}).get("kv_transfer_params")
+    if isinstance(brought, dict) and brought.get(APPROXIMATE):
+        request.cache_salt = f"{request.cache_salt or ''}blend-{uuid.uuid4().hex}"
+
+
+def check_text_alone(request: Any) -> None:
+    """Raises ValueError if the request has images, audio or video."""
+    if request.mm_features:
+        raise ValueError(f"this request cannot be blended: {WITH_MEDIA}")
 
 
 def _can_blend(request: Any) -> bool:

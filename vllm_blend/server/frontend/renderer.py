@@ -29,7 +29,7 @@ from vllm_blend.server.frontend.chunk_markers import (
     tokenize,
     without_marks,
 )
-from vllm_blend.server.request import SPANS_KEY, WHY_NOT_KEY, BlendRequest
+from vllm_blend.server.request import SPANS_KEY, WHY_NOT_KEY, WITH_MEDIA, BlendRequest
 
 CACHED_BYTES = 128 << 20
 """Of pieces that are remembered: their texts, token ids, and what it takes to find them."""
@@ -126,6 +126,8 @@ class BlendRenderer(HfRenderer):
             why_not = "a prompt with truncate_prompt_tokens has no marked chunks"
         elif params.return_token_offsets or params.do_lower_case:
             why_not = "a prompt with return_token_offsets or in lower case has no marked chunks"
+        elif prompt.get("multi_modal_data"):
+            why_not = WITH_MEDIA
         if why_not:
             return super()._tokenize_prompt(prompt | {WHY_NOT_KEY: why_not}, params)
         tenant = prompt.get("cache_salt") or found.tenant

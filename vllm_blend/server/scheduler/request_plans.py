@@ -95,6 +95,17 @@ class RequestPlans:
         if self._manager is not None:
             disown_blocks(request, max(computed, plan.spans[0].start), self._manager)
 
+    def withdraw(self, request: Any) -> bool:
+        """Takes a request's plan away, and gives up what was to be kept of its prefill; returns whether
+        it was to blend."""
+        blends = request.request_id in self._plans
+        if blends:
+            self.give_up(request)
+        self.end_harvest(request.request_id)
+        if request.sampling_params is not None and request.sampling_params.extra_args:
+            _strip(request)
+        return blends
+
     def end_harvest(self, request_id: str) -> list[ChunkIds]:
         """Gives up what is still to come of a request's prefill; returns that."""
         left = []

@@ -13,6 +13,10 @@ from vllm_blend.server.request import REPORT_KEY, sign
 logger = logging.getLogger("vllm.vllm_blend.server")
 
 CACHED = "vLLM's prefix cache has its chunks"
+OFF = "blending is off: it failed too often, or the operator switched it off"
+STREAMED = "its prompt is streamed, so that its later parts have no places of their own"
+REPLACED = "the model's weights were replaced meanwhile"
+BROUGHT = "a KV connector has its KV"
 FAILED = "blending failed, so it was computed in full; the server's log has the cause"
 
 

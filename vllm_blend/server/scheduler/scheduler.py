@@ -25,12 +25,13 @@ from vllm_blend.server.chunks.prefix_cache import prepare_manager
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.internal_requests import InternalRequests
 from vllm_blend.server.messages import COMMANDS, Lost, WorkerCommands, WorkerEvents
-from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.request import WITH_MEDIA, BlendRequest
+from vllm_blend.server.scheduler.kv_connectors import Connected
 from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.operations import Operations
 from vllm_blend.server.scheduler.request_plans import RequestPlans
-from vllm_blend.server.scheduler.request_reports import Reports
-from vllm_blend.server.scheduler.switching import OFF, Switching
+from vllm_blend.server.scheduler.request_reports import OFF, STREAMED, Reports
+from vllm_blend.server.scheduler.switching import Switching
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 from vllm_blend.server.scheduler.tier_waits import TierWaits
 from vllm_blend.server.scheduler.waiting import State, Waiting
@@ -40,10 +41,9 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
-STREAMED = "its prompt is streamed, so that its later parts have no places of their own"
 
 
-class BlendScheduler(Switching):
+class BlendScheduler(Switching, Connected):
     """Mixin for vLLM's schedulers."""
 
     # of vLLM's scheduler
@@ -96,6 +96,7 @@ class BlendScheduler(Switching):
         self.blend_operations = Operations(
             self.blend_chunks, self.blend_lookup, self.blend_internal, self.blend_fetches
         )
+        self.connect(settings.kv_block_connectors)
         self._num_weights = 0  # that took the place of others
         self._in_order, self._failures = True, Counter[str]()
         self._step_rows = settings.step_rows or self.max_num_scheduled_tokens
@@ -123,6 +124,8 @@ class BlendScheduler(Switching):
                 self._refuse(request, blend_request.report, OFF)
             elif request.resumable or request.request_id in self.requests:
                 self._refuse(request, blend_request.report, STREAMED)
+            elif request.mm_features:
+                self._refuse(request, blend_request.report, WITH_MEDIA)
             elif why := self.blend_internal.adapters.why_unknown(request.lora_request):
                 self._refuse(request, blend_request.report, why)
             else:
@@ -165,6 +168,7 @@ class BlendScheduler(Switching):
             except Exception as error:
                 self.refuse_failed(request, waiting.blend_request, error)
             del fetches.waiting[request.request_id]
+            self.connectors.planned(request)
         return bool(stock._handle_blocked_waiting_request(request))
 
     def _plan(self, request: Any, blend_request: BlendRequest, waited: Waiting | None = None) -> None:
@@ -212,7 +216,7 @@ class BlendScheduler(Switching):
             self._abort(given_up.__contains__)
         for request in self.blend_internal.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
-        self._rows_left = self._step_rows
+        self._rows_left, self._step_blends = self._step_rows, None
         output = stock.schedule(*args, **kwargs)
         self.blend_internal.background.earn(self._client_rows(output.num_scheduled_tokens))
         self.blend_internal.background.stalled = not output.num_scheduled_tokens
@@ -269,6 +273,7 @@ class BlendScheduler(Switching):
         if self.blend_fetches is not None:
             self.blend_fetches.waiting.pop(request_id, None)
         self.blend_plans.forget(request_id)
+        self.connectors.forget(request_id)
 
     # --- results --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from vllm_blend.core.plans import EXTRA_ARG
 from vllm_blend.server.internal.internal_requests import InternalRequests
 from vllm_blend.server.scheduler.request_plans import RequestPlans
 
@@ -28,17 +29,23 @@ class StepRoom:
     blend_plans: RequestPlans
     _step_rows: int
     _rows_left: int
+    _step_blends: bool | None = None
+    """Whether the step that is scheduled has prompts that blend (or images); None: neither yet."""
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed: int, num_new: int) -> int:
         """Asked by vLLM's scheduler how many of ``num_new`` tokens that a step has room for it takes.
 
         A blended prompt takes all that is left of it or a whole window, else it waits: tokens are
-        chosen among those of one step, and must not depend on what else the step holds. A missed
+        chosen among those of one step, and must not depend on what else the step holds. It shares no
+        step with a prompt that has images. A missed
         chunk takes no more than clients' requests may wait for. A step computes ``step_rows`` at
         most, but for a blended prompt that has it to itself.
         """
         stock: Any = super()
         left = request.num_tokens - num_computed
+        blends = self._blends(request, num_computed)
+        if blends is not None and self._step_blends not in (None, blends):
+            return 0
         background = self.blend_internal.background
         if background.is_mine(request.request_id) and self._cuts:
             running = request.status == RequestStatus.RUNNING
@@ -52,7 +59,21 @@ class StepRoom:
             elif self._rows_left < self._step_rows:
                 return 0
         self._rows_left = max(0, self._rows_left - rows)
-        return int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+        taken = int(stock._reserve_prefill_lookahead(request, num_computed, num_new))
+        if taken and blends is not None:
+            self._step_blends = blends
+        return taken
+
+    def _blends(self, request: Any, num_computed: int) -> bool | None:
+        """Whether a prompt blends (or has images, whose rows only vLLM's own forward computes); None:
+        neither, or its prefill has ended."""
+        if num_computed >= request.num_prompt_tokens:
+            return None
+        params = request.sampling_params
+        plan = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
+        if getattr(plan, "spans", ()):
+            return True
+        return False if request.mm_features else None
 
     def tell_window(self) -> None:
         """Says in the log how long prompts may be that are prefilled whole."""

@@ -15,14 +15,11 @@ from vllm.v1.request import RequestStatus
 from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.request import BlendRequest
-from vllm_blend.server.scheduler.request_reports import FAILED, Reports
+from vllm_blend.server.scheduler.request_reports import FAILED, OFF, REPLACED, Reports
 from vllm_blend.server.scheduler.step_room import StepRoom
 from vllm_blend.server.scheduler.tier_fetches import Fetches
 
 logger = logging.getLogger("vllm.vllm_blend.server")
-
-OFF = "blending is off: it failed too often, or the operator switched it off"
-REPLACED = "the model's weights were replaced meanwhile"
 
 
 class Switching(StepRoom):
