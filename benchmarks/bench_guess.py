@@ -26,7 +26,7 @@ from vllm_blend import embedded_model
 SIZE, CHUNKS, POOL = 200, 2, 24
 """Tokens of a document, documents of a prompt, and documents that were sent."""
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
-SETTINGS = {"ram_gb": 5, "log_requests": False, "report_sizes": True}
+SETTINGS = {"ram_gb": 3, "log_requests": False, "report_sizes": True}
 """With memory for all: where it is short, the tenant that holds most makes room."""
 SETTLE_S = 180.0
 """What is computed in the background for what was sent is done by then."""
@@ -43,6 +43,7 @@ def main() -> None:
     *others, own = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, others)  # of the server's processes
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(others[0])}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with server(model, arguments, environment, log_of("blend", None)) as blending:
         wait_for("blend", blending)
         os.sched_setaffinity(0, {own})
