@@ -39,6 +39,8 @@ def why_unsupported(vllm_config: VllmConfig) -> str | None:
         and vllm_config.compilation_config.mode == CompilationMode.NONE,
         "pipeline parallelism in a script (external_launcher)": parallel.pipeline_parallel_size > 1
         and parallel.distributed_executor_backend == "external_launcher",
+        "pipeline parallelism with a KV connector": parallel.pipeline_parallel_size > 1
+        and vllm_config.kv_transfer_config is not None,
         "context parallelism": parallel.prefill_context_parallel_size > 1
         or parallel.decode_context_parallel_size > 1,
         "dual-batch overlap (enable_dbo)": parallel.enable_dbo,
