@@ -29,6 +29,22 @@ def test_the_version_is_the_package_s() -> None:
     assert (result.exit_code, result.stdout.strip()) == (0, package_version())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "/nowhere"],
+        ["try", "/nowhere", "p.jsonl"],
+        ["simulate", "p.jsonl", "/nowhere"],
+        ["demo", "--model", "/nowhere"],
+        ["warm", "p.jsonl", "--model", "/nowhere"],
+        ["bench", "serve", "p.jsonl", "--model", "/nowhere"],
+    ],
+)
+def test_a_model_s_folder_that_is_not_there_is_a_wrong_call(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and "/nowhere is not there" in result.stderr
+
+
 def test_an_unknown_command_is_a_wrong_call() -> None:
     result = CliRunner().invoke(app, ["docter"])
     assert result.exit_code == 2 and "No such command" in result.stderr

@@ -107,7 +107,7 @@ def ask(engine: Engine, prompts: list[Any], fields: list[Any], max_tokens: int =
 
 @pytest.fixture(scope="module", params=rows("idefics3", "mistral3", "qwen2_5_vl", "qwen3_vl"))
 def server(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": "", "auto": True}}
+    settings = {"vllm_blend": {"ram_gb": 0.05, "stand_in": "", "auto": True, "harvest": False}}
     options = dict(enable_prefix_caching=True, additional_config=settings)
     with make_engine(folder(request.param), **options) as engine:
         drain(engine)

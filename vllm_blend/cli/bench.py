@@ -25,6 +25,7 @@ from vllm_blend.cli.options import (
     Prompts,
     Settings,
     Url,
+    folder_or_name,
     rows_or_wrong_call,
 )
 from vllm_blend.cli.output import (
@@ -89,7 +90,9 @@ def serve(
     trace: Prompts,
     arguments: Arguments = None,
     url: Url = None,
-    model: Annotated[str | None, typer.Option(help="Start a server of this model here.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Start a server of this model here.", callback=folder_or_name)
+    ] = None,
     settings: Settings = None,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson).")] = None,
     concurrency: Annotated[

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_blend.cli.engine_args import engine_options, first_line
-from vllm_blend.cli.options import Arguments, Json
+from vllm_blend.cli.options import Arguments, Json, folder_or_name
 from vllm_blend.cli.output import (
     console,
     found_wrong,
@@ -62,7 +62,9 @@ HELP = help_text(
 
 def demo(
     arguments: Arguments = None,
-    model: Annotated[str | None, typer.Option(help="Another model than SmolLM2-135M.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Another model than SmolLM2-135M.", callback=folder_or_name)
+    ] = None,
     recomp_ratio: Annotated[
         float | None, typer.Option(min=0, max=1, help="Share of the chunks' tokens recomputed (0.08).")
     ] = None,

@@ -20,7 +20,18 @@ Prompts = Annotated[Path, typer.Argument(help="Prompts, as lines of JSON (.jsonl
 
 Limit = Annotated[int | None, typer.Option(min=1, help="So many of the prompts.")]
 
-Model = Annotated[str, typer.Argument(help="Model folder or name.")]
+PATH_STARTS = ("/", "./", "../", "~")
+"""Of a model that is a folder; anything else may be a name of a hub."""
+
+
+def folder_or_name(model: str | None) -> str | None:
+    """A model as it was given; a folder that is not there is a wrong call."""
+    if model is not None and model.startswith(PATH_STARTS) and not Path(model).expanduser().exists():
+        raise typer.BadParameter(f"{model} is not there; expected a model's folder, or a name")
+    return model
+
+
+Model = Annotated[str, typer.Argument(help="Model folder or name.", callback=folder_or_name)]
 
 Settings = Annotated[
     str | None,

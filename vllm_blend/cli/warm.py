@@ -13,7 +13,7 @@ import typer
 
 from vllm_blend.cli.client import Server, ServerError, report_of, with_parts
 from vllm_blend.cli.engine_args import engine_options, first_line
-from vllm_blend.cli.options import Arguments, Json, Settings, Url
+from vllm_blend.cli.options import Arguments, Json, Settings, Url, folder_or_name
 from vllm_blend.cli.output import (
     console,
     found_wrong,
@@ -66,7 +66,9 @@ def warm(
     source: Annotated[str, typer.Argument(help="Folder of texts, lines of JSON, or hf:NAME.")],
     arguments: Arguments = None,
     url: Url = None,
-    model: Annotated[str | None, typer.Option(help="Compute here, with this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Compute here, with this model.", callback=folder_or_name)
+    ] = None,
     settings: Settings = None,
     tenant: Annotated[str, typer.Option(help="Whose chunks they are: the requests' cache_salt.")] = "",
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",

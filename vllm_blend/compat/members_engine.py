@@ -262,6 +262,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
         ),
         Member("v1.request", "RequestStatus.RUNNING"),
         *each("v1.request", "Request", "num_tokens", "num_prompt_tokens", "mm_features", "status"),
+        Member("v1.request", "Request.skip_reading_prefix_cache"),
         *each(
             "config.scheduler",
             "SchedulerConfig",

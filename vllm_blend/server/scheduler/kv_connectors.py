@@ -153,7 +153,7 @@ def hide(connector: Any, hides: Hides, on_found: Callable[[Any], None]) -> None:
 
     def matched(request: Any, *args: Any, **kwargs: Any) -> Any:
         found = match(request, *args, **kwargs)
-        if found[0]:
+        if found[0] and not request.skip_reading_prefix_cache:
             on_found(request)
         return found
 
