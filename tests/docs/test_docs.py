@@ -277,6 +277,9 @@ def check_own(words: list[str], folder: Path) -> None:
     known = {name for parameter in found.params for name in parameter.opts} | {"--help", "-h"}
     known |= {"--install-completion", "--show-completion"}
     assert {word.partition("=")[0] for word in own if word.startswith("-")} <= known
+    for at, word in enumerate(own):
+        if word == "--settings" and own[at + 1].startswith("{"):
+            check_json("server", {"vllm_blend": json.loads(own[at + 1])})
     check_server(after, folder)
 
 
