@@ -68,7 +68,12 @@ class Load:
         async with AsyncExitStack() as stack:
             sessions = {
                 name: await stack.enter_async_context(
-                    aiohttp.ClientSession(url, headers=HEADERS, timeout=timeout)
+                    aiohttp.ClientSession(
+                        url,
+                        headers=HEADERS,
+                        timeout=timeout,
+                        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # no stale ones
+                    )
                 )
                 for name, url in self.urls.items()
             }
