@@ -134,7 +134,6 @@ def test_what_finds_blocks_by_tokens_never_sees_a_blended_request(
         size = engine.llm.llm_engine.vllm_config.cache_config.block_size
         assert again.num_cached_tokens == 316 // size * size > 0
         # there are blocks of its tokens, but it did not ask for exact ones
-        assert answer(once_more) == answer(blended)
         assert report(once_more)["reused_tokens"] == 300
         assert len(kv_connectors.FOUND) == 1
 
