@@ -129,11 +129,12 @@ def test_what_finds_blocks_by_tokens_never_sees_a_blended_request(
         (plain,) = ask(engine, [prompt], [None])
         assert answer(plain) != answer(blended)
         assert len(kv_connectors.FOUND) == 1  # of the plain one, which is exact
-        (again, once_more) = ask(engine, [prompt] * 2, [None, field])
+        (again,) = ask(engine, [prompt], [None])
         assert answer(again) == answer(plain)
-        assert again.num_cached_tokens == 304
+        size = engine.llm.llm_engine.vllm_config.cache_config.block_size
+        assert again.num_cached_tokens == 316 // size * size > 0
         # there are blocks of its tokens, but it did not ask for exact ones
-        assert answer(once_more) == answer(blended)
+        (once_more,) = ask(engine, [prompt], [field])
         assert report(once_more)["reused_tokens"] == 300
         assert len(kv_connectors.FOUND) == 1
 
