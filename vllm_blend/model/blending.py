@@ -185,13 +185,13 @@ class Blending:
             run.error = error
         if step is not None and positions.is_cuda:
             self.in_flight.hold(step, positions.device)
-        self._unsettled = run
         if run.output is None and (run.error is None or not pipeline.is_last_stage()):
             self.collecting = run.error is None
             try:
                 run.output = run.alone()
             finally:
                 self.collecting = True
+        self._unsettled = run
         return self.settle() if pipeline.is_last_stage() else run.output
 
     def settle(self) -> rows.Hidden | None:

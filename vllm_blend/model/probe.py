@@ -117,7 +117,8 @@ class Probing:
         """Probes the model."""
         here, expected = self._collect(0)
         there, shifted = self._collect(self._shift)
-        found, why = [], ""
+        found: list[int] = []
+        why = ""
         for index, (k, moved) in enumerate(zip(here, there, strict=True), first_layer(self._config)):
             rotation, errors = self._kind(len(found), k[0], moved[0])
             if rotation is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -24,7 +24,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_blend.compat.adapters import eager_descriptor
 from vllm_blend.model.active_rows import ActiveRows
 
-Hidden = torch.Tensor | IntermediateTensors
+Hidden: TypeAlias = torch.Tensor | IntermediateTensors
 """What a forward gives of its rows: hidden states, ``[num_rows, hidden_size]``; in a pipeline stage but
 the last, what the next one needs."""
 
