@@ -174,9 +174,10 @@ def test_in_a_script(name: str) -> None:
         chunk = engine.ids(60, 24)
         (kv,) = collect(engine, [chunk])
         plan = BlendPlan((ChunkSpan(0, kv),), BlendSettings(policy="random"))
-        prompt, image = chunk + engine.ids(10, 25), with_image(engine, engine.ids(80, 26))
         with pytest.raises(ValueError, match="cannot be blended: it has images, audio or video"):
-            ask_with(engine, [image], [plan])
+            ask_with(engine, [with_image(engine, engine.ids(80, 26))], [plan])
+        # another one: vLLM's front end believes that the engine has the pixels of the one above
+        prompt, image = chunk + engine.ids(10, 25), with_image(engine, engine.ids(80, 26), side=112)
         with pytest.raises(RuntimeError, match="run it in another batch than prompts that blend"):
             ask_with(engine, [{"prompt_token_ids": prompt}, image], [plan, None])
 

@@ -177,13 +177,17 @@ def test_a_truncated_text_is_stocks_and_says_so(
 def test_a_text_beside_an_image_is_stocks(
     blending: OnlineRenderer, stock: OnlineRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    around = BlendRenderer._tokenize_prompt
+    cut, tokenize = BlendRenderer._split, HfRenderer._tokenize_prompt
 
-    def beside_an_image(self: Any, prompt: Any, params: Any) -> Any:
-        found = around(self, prompt | {"multi_modal_data": {"image": ["one"]}}, params)
-        return {key: value for key, value in found.items() if key != "multi_modal_data"}
+    def beside_an_image(self: Any, prompts: list[Any]) -> list[Any]:
+        return [prompt | {"multi_modal_data": {"image": ["one"]}} for prompt in cut(self, prompts)]
 
-    monkeypatch.setattr(BlendRenderer, "_tokenize_prompt", beside_an_image)
+    def without_it(self: Any, prompt: Any, params: Any) -> Any:  # this model has no use for one
+        prompt = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+        return tokenize(self, prompt, params)
+
+    monkeypatch.setattr(BlendRenderer, "_split", beside_an_image)
+    monkeypatch.setattr(HfRenderer, "_tokenize_prompt", without_it)
     rendered = complete(blending, MARKED, {"separator": MARK})
     expected = complete(stock, "".join(PIECES))
     assert rendered["prompt_token_ids"] == expected["prompt_token_ids"]
