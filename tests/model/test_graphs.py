@@ -14,8 +14,9 @@ from graph_stand_in import Graph, stood_in
 from paged_step import replace_kernel
 from streams import Device
 
+from vllm_blend.core import tensor_parallel
 from vllm_blend.core.plans import CollectPlan
-from vllm_blend.model import graphs, guard
+from vllm_blend.model import graphs
 from vllm_blend.model.graphs import RowGraphs
 
 SIZES = (16, 64, 128)
@@ -213,8 +214,8 @@ def test_a_capture_that_fails_on_one_of_two_ranks_is_missed_on_both(
     def captured(*args: Any) -> None:
         meetings.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(guard, "num_ranks", lambda: 2)
-            patch.setattr(guard, "all_reduce_min", all_reduce_min)
+            patch.setattr(tensor_parallel, "num_ranks", lambda: 2)
+            patch.setattr(tensor_parallel, "all_reduce_min", all_reduce_min)
             capture(*args)
 
     monkeypatch.setattr(Graph, "capture_begin", begin_or_fail)
