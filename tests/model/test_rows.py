@@ -154,6 +154,7 @@ def test_a_probes_shift_reaches_a_graph() -> None:
     request = StepRequest(plan, 0, 0, NUM_TOKENS, torch.device("cpu"))
     blending.step = BlendStep([request], [0, NUM_TOKENS], "auto")
     blending.shift = 5
-    blending.forward(replay, torch.zeros(NUM_TOKENS, dtype=torch.int32), kept)
+    with override_forward_context(ForwardContext({}, {}, {})):
+        blending.forward(replay, torch.zeros(NUM_TOKENS, dtype=torch.int32), kept)
     assert torch.equal(seen[0], before + 5)
     assert torch.equal(kept, before)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, KeyedPlan, KeyedSpan
@@ -125,7 +126,10 @@ def test_a_plan_that_cannot_be_made_is_reported(state: State) -> None:
     state.add_request(1, new("collect", CollectPlan()))
     state.prepare_inputs(*batch_of(("keyed", 5, 3, 12), ("collect", 4, 8, 12), ("plain", 1, 0, 1)))
     assert blending.is_on
-    output = blending.forward(lambda input_ids, positions, **_: positions * 2, None, torch.arange(10))
+    with override_forward_context(ForwardContext({}, {}, {})):
+        output = blending.forward(
+            lambda input_ids, positions, **_: positions * 2, None, torch.arange(10)
+        )
     assert torch.equal(output, torch.arange(10) * 2)
     state.postprocess_state("output")
     assert not blending.is_on
@@ -144,7 +148,10 @@ def test_a_step_that_computes_an_image_blends_nothing(state: State) -> None:
         step = state.prepare_inputs(batch, states)["step"]
         assert (step is None) == in_prefill
         if in_prefill:
-            with pytest.raises(RuntimeError, match="request image of the step has images, audio or"):
+            failure = pytest.raises(
+                RuntimeError, match="request image of the step has images, audio or"
+            )
+            with override_forward_context(ForwardContext({}, {}, {})), failure:
                 state.model.blending.forward(lambda **_: None, None, torch.arange(16))
         state.postprocess_state("output")
 
