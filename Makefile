@@ -35,8 +35,8 @@ test-slow: $(test) ## the slow ones: servers, more model families, kernels in Tr
 	$(bin)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" $(ARGS)
 
 compatibility: $(test) ## docs/compatibility.md, by the tests that say what they cover
-	$(bin)/python -m pytest -q --collect-only -m covers --covered docs/results/compatibility.csv >/dev/null
-	$(bin)/python -m pytest -n 2 --dist loadfile -m "covers and not gpu" --covered docs/results/compatibility.csv
+	$(bin)/python -m pytest tests -q --collect-only -m covers --covered docs/results/compatibility.csv >/dev/null
+	$(bin)/python -m pytest tests -n 2 --dist loadfile -m "covers and not gpu" --covered docs/results/compatibility.csv
 	$(bin)/python docs/make_compatibility.py
 
 test-gpu: ## the tests that need a GPU, with $(PYTHON): an environment made from requirements.txt
