@@ -69,6 +69,7 @@ def with_known_chunks(engine: Engine, policy: str = "static") -> tuple[list[int]
     return prompt, field
 
 
+@pytest.mark.slow
 @pytest.mark.covers("KV connector that moves a request's blocks", backend="CPU_ATTN")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_engine_prefills_and_another_decodes(tiny: Any, policy: str) -> None:
