@@ -1,7 +1,7 @@
 """Writes compatibility.md, what runs on what, from the results of the tests.
 
-    pytest tests --collect-only -q -m covers --covered docs/results/compatibility.csv    # which there are
-    pytest tests -m "covers and not gpu" --covered docs/results/compatibility.csv  # how they go
+    pytest tests --collect-only -q -m covers --covered docs/results/compatibility.csv  # which there are
+    pytest tests -m "covers and not gpu" --covered docs/results/compatibility.csv        # how they go
     python docs/make_compatibility.py            # writes docs/compatibility.md
     python docs/make_compatibility.py --check    # exits with 1 if it is not up to date
 

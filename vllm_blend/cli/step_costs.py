@@ -64,8 +64,12 @@ class StepCosts:
         values = json.loads(path.read_text())
         try:
             fits = ComputeTime(**values["full"]), ComputeTime(**values["blended"])
-            return cls(*fits, keep=float(values.get("keep", 0.0)))
-        except (KeyError, TypeError) as error:
+            samples = {
+                kind: [(int(tokens), float(rows), float(seconds)) for tokens, rows, seconds in some]
+                for kind, some in values.get("samples", {}).items()
+            }
+            return cls(*fits, keep=float(values.get("keep", 0.0)), samples=samples)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = "full and blended, each with fixed, token, row and pair, in seconds"
             raise ValueError(f"expected {what} ({error!r})") from None
 
