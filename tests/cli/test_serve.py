@@ -38,8 +38,8 @@ def test_options_of_vllm_are_taken_with_two_hyphens_before_them_or_without(
     assert isinstance(CliRunner().invoke(app, call).exception, Started)
     ((command, environment),) = started
     assert command[2:] == [
-        "vllm.entrypoints.openai.api_server",
-        "--model",
+        "vllm_blend.cli.vllm_command",
+        "serve",
         "m",
         *options,
         "--additional-config",

@@ -230,12 +230,9 @@ def check_command(words: list[str], folder: Path) -> None:
     elif program == "pip":
         check_pip(rest)
     elif program == "python" and rest[:1] == ["-m"]:
-        if rest[1] == "vllm.entrypoints.openai.api_server":
-            check_server(rest[2:], folder)
-        else:
-            spec = importlib.util.find_spec(rest[1])
-            assert spec is not None and spec.origin is not None, rest[1]
-            check_flags(rest[2:], [spec.origin, *Path(spec.origin).parent.glob("*.py")])
+        spec = importlib.util.find_spec(rest[1])
+        assert spec is not None and spec.origin is not None, rest[1]
+        check_flags(rest[2:], [spec.origin, *Path(spec.origin).parent.glob("*.py")])
     elif program == "python":
         script = ROOT / rest[0]
         assert script.is_file(), rest[0]

