@@ -38,6 +38,9 @@ from served import (
     wait_for,
 )
 
+MAX_ROUNDS = 30
+"""How often a server is shown the documents; one that knows them sooner is shown them no more."""
+
 
 def main() -> None:
     parser = parser_of(__doc__)
@@ -179,7 +182,9 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
     groups = [[corpus[at - 1], *corpus[at : at + 9]] for at in range(0, len(corpus), 9)]
     groups += [[text] for text in corpus] if first else []
     missed, computed, before = 1, 0, -1
-    while missed or computed != before:
+    for _ in range(MAX_ROUNDS):
+        if not missed and computed == before:
+            return
         missed, before = 0, computed
         for group in groups:
             parts = [f"{text}\n\n" for text in group]
@@ -194,6 +199,7 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
             computed = report["computed_chunks"]
         print(f"warming: {missed} documents missed, {computed} computed", flush=True)
         time.sleep(2)  # an idle engine computes them at once
+    raise RuntimeError(f"{missed} documents are still missed after they were sent {MAX_ROUNDS} times")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     _cached_get_attn_backend.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral_window", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "schedule",
     [

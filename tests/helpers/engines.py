@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from vllm_blend.core.kv import StoredKV
@@ -245,7 +246,7 @@ def make_llm(folder: Path, **options: Any) -> Iterator[Any]:
     )
     if torch.cuda.is_available():
         settings |= dict(kv_cache_memory_bytes=1 << 30)  # not what other tests' engines leave
-    with transformers_untouched():
+    with transformers_untouched(), inspected_here():
         llm = None
         try:
             llm = LLM(model=str(folder), **(settings | options))
@@ -254,6 +255,18 @@ def make_llm(folder: Path, **options: Any) -> Iterator[Any]:
             shut_down(llm)
             del llm
             gc.collect()
+
+
+@contextmanager
+def inspected_here() -> Iterator[None]:
+    """vLLM looks at a model's class in a process of its own, lest CUDA be initialized: nine seconds for
+    each architecture that it has not seen on this machine. Without a GPU it may look in this one."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @contextmanager

@@ -118,7 +118,10 @@ def test_which_layers_have_rope(engine: Engine) -> None:
 
 
 @pytest.mark.covers("torch.compile", backend="CPU_ATTN", family="{family}")
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "mixtral"))],
+)
 @needs_compiler
 def test_compiled(family: str) -> None:
     with make_engine(family_folder(family), enforce_eager=False) as engine:

@@ -341,7 +341,10 @@ print(json.dumps([type(runner.model).__name__, found]))
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {"enforce_eager": True}), pytest.param("qwen3", {}, marks=needs_compiler)],
+    [
+        ("llama", {"enforce_eager": True}),
+        pytest.param("qwen3", {}, marks=[needs_compiler, pytest.mark.slow]),
+    ],
     ids=["eager", "compiled"],
 )
 def test_without_blending_outputs_are_bit_equal_to_stock(
@@ -378,6 +381,7 @@ with make_engine(Path(sys.argv[1]), enforce_eager=False) as engine:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_blending_beside_compiled_steps(tiny: Any) -> None:
     output = python(COMPILED, str(tiny("qwen3")), str(Path(__file__).parents[1] / "helpers"))
     assert output.splitlines()[-1] == "[True, True, True] True True"
