@@ -27,6 +27,26 @@ def test_nothing_heavy_is_imported() -> None:
     assert python(code).strip() == "[]"
 
 
+WITHOUT_TRITON = """
+import sys; sys.modules["triton"] = None; sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from asking import outputs, prompt_of, report
+from engines import make_engine
+settings = {"vllm_blend": {"ram_gb": 0.05}}
+with make_engine(Path(sys.argv[1]), additional_config=settings) as engine:
+    prompt, spans = prompt_of(engine, [1, 2, 3])
+    outputs(engine, [prompt], [{"spans": spans}])
+    for policy in ("hkvd", "ahead*static"):
+        (found,) = outputs(engine, [prompt], [{"spans": spans, "policy": policy, "report": True}])
+        print(report(found)["reused_tokens"])
+"""
+
+
+def test_a_cpu_needs_no_triton(tiny: Any) -> None:
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    assert python(WITHOUT_TRITON, str(tiny("llama")), helpers).splitlines()[-2:] == ["300", "300"]
+
+
 HOOKS = """
 import sys
 from vllm_blend import plugin

@@ -24,7 +24,7 @@ from engines import Engine
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.core.plans import ChunkIds
 from vllm_blend.core.step import MAX_FAILURES
-from vllm_blend.model import loop, rows
+from vllm_blend.model import loop, probe, rows
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.guard import Guard
 from vllm_blend.model.kv_loader import StoredLayers
@@ -191,6 +191,30 @@ def test_while_blending_is_off_nothing_is_done_for_it(
     state.reset_prefix_cache()
     (again,) = outputs(server, [moved], [{"spans": places} | REPORT])
     assert report(again)["reused_tokens"] == 100 and report(again)["missed_chunks"] == 2
+
+
+def test_what_fails_in_a_probe_does_not_switch_blending_off(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody would be told: the scheduler hears of an engine's steps alone."""
+    stock = probe.probe
+
+    def failing(worker: Any, blending: Any) -> str | None:
+        verdict = stock(worker, blending)
+        for _ in range(MAX_FAILURES):
+            blending.guard.caught(RuntimeError("no memory"))
+        assert not blending.guard.is_open
+        return verdict
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "probe", failing)
+        with blending_engine(tiny("qwen3")) as engine:
+            prompt, spans = prompt_of(engine, [1, 2, 3])
+            outputs(engine, [prompt], [{"spans": spans}])
+            scheduler(engine).reset_prefix_cache()
+            (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
+    assert report(found)["reused_tokens"] == 300
+    assert "no memory" in caplog.text
 
 
 def test_a_script_gets_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

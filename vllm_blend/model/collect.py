@@ -19,7 +19,6 @@ from vllm_blend.core.step import BlendStep
 from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.guard import Guard, StepFailed
-from vllm_blend.ops.shift_scatter import launch
 
 BLOCK = 16
 """Rows of a block of the GPU memory in which a layer's rows wait to be copied."""
@@ -110,6 +109,8 @@ class Collecting:
         self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K before RoPE and V of the rows that are kept, in memory of their own, by one kernel."""
+        from vllm_blend.ops.shift_scatter import launch  # needs Triton
+
         table = id(rotation.table)
         if table not in self._angles:
             self._angles[table] = rotation.inverse(self._positions)

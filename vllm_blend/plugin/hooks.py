@@ -166,6 +166,7 @@ def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     blending = model_of(worker.vllm_config)
     if blending is not None and blending.unsupported is None:
         blending.unsupported = probe(worker, blending)
+        blending.guard.switch(True)  # no scheduler hears of what fails in a probe: the verdict says it
         if blending.unsupported is not None:
             report_unsupported(worker.vllm_config, blending.unsupported)
     if blending is not None and ServerSettings.of(worker.vllm_config) is not None:
