@@ -32,6 +32,7 @@ from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.loop import LayerLoop
 from vllm_blend.model.select import CheckLayerCandidates, early
 from vllm_blend.plugin import step_requests
+from vllm_blend.server.scheduler.request_reports import OFF
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 
@@ -191,6 +192,16 @@ def test_while_blending_is_off_nothing_is_done_for_it(
     state.reset_prefix_cache()
     (again,) = outputs(server, [moved], [{"spans": places} | REPORT])
     assert report(again)["reused_tokens"] == 100 and report(again)["missed_chunks"] == 2
+
+
+def test_a_scheduler_that_was_not_told_that_blending_is_off_learns_it(server: Engine) -> None:
+    """By the first request whose chunks were to be kept, which has none that is reused."""
+    prompt, spans = prompt_of(server, [41, 42, 43])
+    server.model.blending.guard.is_open = False
+    (first,) = outputs(server, [prompt], [{"spans": spans} | REPORT])
+    (second,) = outputs(server, [prompt], [{"spans": spans} | REPORT])
+    assert report(first)["missed_chunks"] == 3
+    assert report(second)["why_not"] == OFF
 
 
 def test_what_fails_in_a_probe_does_not_switch_blending_off(

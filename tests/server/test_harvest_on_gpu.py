@@ -21,7 +21,7 @@ def near(found: Any, plain: Any) -> bool:
 
 
 @pytest.mark.covers(
-    "server: chunks kept from requests (harvest)", backend="FLASH_ATTN", family="smollm2"
+    "server: chunks kept from requests (harvest)", backend="{backend}", family="qwen3"
 )
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "XFORMERS"])

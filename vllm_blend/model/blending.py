@@ -146,7 +146,7 @@ class Blending:
         if self._begun:
             self.step = self.guard.attempt(plan, None)
         else:
-            self.guard.prefilled += to_blend
+            self.guard.refuse(to_blend)
 
     def end(self) -> None:
         """Lets go of the step, which holds stored KV."""

@@ -131,8 +131,13 @@ class Guard:
         self.is_open, self._closed = on, False
         self._failures.clear()
 
+    def refuse(self, request_ids: Iterable[str]) -> None:
+        """Requests that have a plan come though blending is off: whoever gave it is told again."""
+        self.prefilled += request_ids
+        self._closed = True
+
     def take_closed(self) -> bool:
-        """Whether it has failed too often since this was last called."""
+        """Whether somebody is to be told that blending is off, since this was last called."""
         closed, self._closed = self._closed, False
         return closed
 
