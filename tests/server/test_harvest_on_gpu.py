@@ -20,9 +20,7 @@ def near(found: Any, plain: Any) -> bool:
     return len(apart) > 10 and max(apart) < 0.1
 
 
-@pytest.mark.covers(
-    "server: chunks kept from requests (harvest)", backend="{backend}", family="qwen3"
-)
+@pytest.mark.covers("server: chunks kept from requests (harvest)", backend="{backend}", family="qwen3")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "XFORMERS"])
 def test_the_second_request_reuses_what_the_first_computed(
