@@ -158,18 +158,14 @@ def test_exact_kv_is_full_prefill(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
-    plain: Plain,
     noise: float,
     ratio: float,
     policy: str,
 ) -> None:
-    """As near to a cache of the model's type as vLLM's own; of each other, two roundings apart."""
     settings = dict(question=question, recomp_ratio=ratio, policy=policy)
-    logits = [blended(engine, p, engine.collect(p), **settings).cpu() for p in prompts]
-    true, stock = distance(logits, torch.cat(plain.logits)), distance(logits, torch.cat(full))
-    print(f"{policy} {ratio}: {true:.2e} off, {stock:.2e} from vLLM's ({noise:.2e})")
-    assert true < 1.25 * noise
-    assert stock < 2**0.5 * 1.1 * noise
+    found = distance_to(full, engine, prompts, engine.collect, **settings)
+    print(f"{policy} {ratio}: {found:.2e} ({noise:.2e})")
+    assert found < noise
 
 
 def test_any_kv_at_ratio_one_is_full_prefill(
@@ -181,7 +177,7 @@ def test_any_kv_at_ratio_one_is_full_prefill(
 ) -> None:
     wrong = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompts[0])]
     settings = dict(question=question, recomp_ratio=1.0)
-    assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < 2**0.5 * 1.1 * noise
+    assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < noise
 
 
 def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
@@ -190,7 +186,6 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
-    plain: Plain,
     noise: float,
 ) -> None:
     """Stored KV is as it was, too: nothing is rounded to eight bits where it lies."""
@@ -202,10 +197,7 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
         )
         for ratio in (0.0, 0.5, 1.0)
     ]
-    true = distance_to(
-        plain.logits, engine, prompts, lambda p: alone[tuple(p)], question=question, recomp_ratio=0.0
-    )
-    print(f"at 0, 0.5 and 1: {errors}, at 0 {true:.2e} off ({noise:.2e})")
+    print(f"at 0, 0.5 and 1: {errors} ({noise:.2e})")
     assert errors[0] > errors[1] > errors[2]
     assert errors[0] > 1.3 * noise  # so the identities above are not true of any KV
     after = [tensor for kvs in alone.values() for layer in kvs for tensor in layer]

@@ -14,18 +14,18 @@ from serving import connect, environment, reported, wait_for, xargs
 
 TOKENS, CHUNKS = 1000, 9
 MEMORIES = {"ram": {"ram_gb": 0.2}, "store": {"store": {"host_gb": 0.2}}}
-DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+ENGINES = [
+    pytest.param("cpu", True, marks=pytest.mark.slow),
+    *(pytest.param("cuda", eager, marks=pytest.mark.gpu) for eager in (True, False)),
+]
 
 
-@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "eager"), ENGINES)
 def test_an_answer_of_one_token_leaves_its_chunks(
     device: str, memory: str, eager: bool, model: Path, tmp_path: Path
 ) -> None:
     """Long prompts, computed in one step each, after which the engine has nothing to do."""
-    if device == "cpu" and not eager:
-        pytest.skip("on a CPU compiled steps are held by other tests")
     port, log = free_port(), tmp_path / "log.txt"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--max-num-batched-tokens", "16384"]
