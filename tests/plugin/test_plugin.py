@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import vllm_blend
 from vllm_blend import plugin
 from vllm_blend.compat import support
 from vllm_blend.compat import version as compat_version
+from vllm_blend.compat.engine_access import model_of
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -317,6 +319,20 @@ def test_the_paper_scripts_chain_reaches_the_model(llama: Engine) -> None:
     }
     assert chain.old_kvs is None
     assert not chain.cache_fuse_metadata["check"]
+
+
+def test_a_configuration_that_is_made_again_is_of_the_same_engine(llama: Engine) -> None:
+    """vLLM does so at the end of a server's start, and copies it for a drafter."""
+    config = llama.llm.llm_engine.vllm_config
+    model, name = model_of(config), config.instance_id
+    assert model.inner is llama.model
+    config.__post_init__()
+    assert config.instance_id != name
+    assert model_of(config) is model_of(copy(config)) is model
+    chunks, question = [llama.ids(40, 1), llama.ids(30, 2)], llama.ids(6, 3)
+    with llama.blending(llama.stored(chunks), 6, recomp_ratio=0.5):
+        llama.run(sum(chunks, []) + question)
+    assert llama.model.cache_fuse_metadata["imp_indices"] is not None
 
 
 def test_results_of_a_step(llama: Engine) -> None:

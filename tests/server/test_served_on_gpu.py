@@ -23,11 +23,11 @@ ENGINES = [
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(("device", "eager"), ENGINES)
 def test_an_answer_of_one_token_leaves_its_chunks(
-    device: str, memory: str, eager: bool, model: Path, tmp_path: Path
+    device: str, memory: str, eager: bool, smollm2: Path, tmp_path: Path
 ) -> None:
     """Long prompts, computed in one step each, after which the engine has nothing to do."""
     port, log = free_port(), tmp_path / "log.txt"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--max-num-batched-tokens", "16384"]
     command += ["--hf-overrides", '{"max_position_embeddings": 16384}', "--max-model-len", "16384"]
     if device == "cuda":
@@ -46,7 +46,7 @@ def test_an_answer_of_one_token_leaves_its_chunks(
             def ask(order: list[list[int]]) -> int:
                 spans = [[10 + at * TOKENS, 10 + (at + 1) * TOKENS] for at in range(CHUNKS)]
                 answer = client.completions.create(
-                    model=str(model),
+                    model=str(smollm2),
                     prompt=[*range(20, 30), *sum(order, []), 7],
                     max_tokens=1,
                     extra_body=xargs({"report": True, "spans": spans}),

@@ -6,6 +6,10 @@
 ``GPUModelRunner.input_batch`` (the V1 runner)   read, for the requests of a step's logits
     (``of_this_step``).
     Goes with the first of these.
+``CompilationConfig.static_forward_context``   its identity is an engine's: all copies of a
+    configuration hold the same dict, that of the model's attention layers. (``instance_id`` is none: an
+    engine that has its process to itself gets another one at the end of its start.)
+    Goes when a worker can hand its model to a plugin.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-_models: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""Each is a ``model/blending.py`` ``Blending`` of this process, by its engine's
-``VllmConfig.instance_id``."""
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Each is a ``model/blending.py`` ``Blending`` of this process, by its engine. It holds the engine's
+configuration, so no other has that number while it is here."""
 
 
 def blend_model(llm: Any) -> Any:
@@ -56,12 +60,16 @@ def blend_model(llm: Any) -> Any:
 
 def register_model(vllm_config: VllmConfig, blending: Any) -> None:
     """Makes ``model_of`` find this engine's model."""
-    _models[vllm_config.instance_id] = blending
+    _models[_engine(vllm_config)] = blending
 
 
 def model_of(vllm_config: VllmConfig) -> Any:
     """This engine's ``Blending`` in this process, or None."""
-    return _models.get(vllm_config.instance_id)
+    return _models.get(_engine(vllm_config))
+
+
+def _engine(vllm_config: VllmConfig) -> int:
+    return id(vllm_config.compilation_config.static_forward_context)
 
 
 def abort_all(llm: Any) -> None:

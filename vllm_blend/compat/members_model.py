@@ -348,7 +348,6 @@ READ: Mapping[str, tuple[Member, ...]] = {
             "config.vllm",
             "VllmConfig",
             "additional_config",
-            "instance_id",
             "kv_transfer_config",
             "lora_config",
             "speculative_config",
@@ -359,6 +358,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
     ),
     "compat/engine_access.py": (
         Member("v1.engine.output_processor", "OutputProcessor.request_states"),
+        Member("config.compilation", "CompilationConfig.static_forward_context"),
     ),
     "compat/cuda.py": (
         Member(_REGISTRY, "AttentionBackendEnum.CUSTOM"),
