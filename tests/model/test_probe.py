@@ -17,7 +17,7 @@ from engines import make_engine, shut_down
 from vllm_blend import blend_model
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.model import probe
-from vllm_blend.model.probe import MOVED, Probing, Verdict, relative_error, token_error
+from vllm_blend.model.probe import MOVED, QUESTION, Probing, Verdict, token_error
 from vllm_blend.model.select import early
 
 OPTIONS: dict[str, Any] = dict(
@@ -174,6 +174,23 @@ def test_a_model_that_fails_a_probe_serves_and_says_why(
     assert runs[0].refused in str(error.value)
 
 
+def test_a_single_token_that_rounding_moves_refuses_nobody(
+    tiny: Any, kept: Path, runs: list[Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some do in 16 bits: the prompt's last one at that."""
+    stock = Probing._collect
+
+    def collect(self: Probing, shift: int) -> Any:
+        kv, hidden = stock(self, shift)
+        assert hidden.shape == (QUESTION, self._config.model_config.get_hidden_size())
+        last = hidden[-1:] * (1 + shift)
+        return kv, torch.cat([hidden[:-1], last])
+
+    monkeypatch.setattr(Probing, "_collect", collect)
+    with make_engine(tiny("llama")):
+        assert not runs[0].refused
+
+
 def test_an_identity_that_says_nothing_is_no_proof(
     tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,13 +221,11 @@ def test_errors_are_relative() -> None:
     for dtype, allowed in MOVED.items():
         rounded = expected.to(dtype)
         assert token_error(rounded.float(), expected) < allowed / 5
-        assert relative_error(rounded, expected) < allowed / 5
     assert token_error(expected.roll(1, 0), expected) > 0.5
-    assert relative_error(expected.roll(1, 0), expected) > 0.5
     outliers = expected.clone()
     outliers[:60] *= 100  # of a few tokens other experts were asked
     assert token_error(outliers, expected) == 0
     assert token_error(expected * 0, expected * 0) == 0
     spoiled = expected.clone()
     spoiled[3] = float("nan")
-    assert relative_error(spoiled, expected) == float("inf")
+    assert token_error(spoiled, expected) == float("inf")

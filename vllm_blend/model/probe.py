@@ -2,12 +2,14 @@
 
     shift      a prompt at its positions, and again at later ones: each layer's K must be turned by one
                of the model's rotary modules ("rope"), or stay as it is ("nope"), and the last hidden
-               state must not move
+               states must not move
     identity   the prompt's exact KV, with some of its rows chosen at random and computed again, must
-               give full prefill's last hidden state; the same KV seven tokens off must not
+               give full prefill's last hidden states; the same KV seven tokens off must not
 
-They run through vLLM's own runner, on blocks that nobody uses yet. What was found is kept in vLLM's
-cache folder, so the next start of the same model takes no time.
+Compared are the hidden states after the last layer of the prompt's last tokens, and of what is found
+for each the median counts: in 16 bits a single token may be off by much. They run through vLLM's own
+runner, on blocks that nobody uses yet. What was found is kept in vLLM's cache folder, so the next start
+of the same model takes no time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from vllm_blend.core.pipeline import all_reduce_min
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.model.graphs import RowGraphs
-from vllm_blend.model.rows import Hidden, last_row
+from vllm_blend.model.rows import Hidden, copied
 from vllm_blend.model.verdicts import ABOUT, Verdict, model_digest, read_verdict, verdicts_folder
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_blend")
 
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 """Of what is kept; a new one probes every model again."""
 
 NUM_TOKENS, SHIFT, QUESTION = 256, 137, 20
@@ -52,7 +54,7 @@ CONTROL = 7
 """How many tokens off the KV is that must not give full prefill's answer."""
 
 MOVED = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.15}
-"""Largest relative error of a layer's K (the median of its tokens), and of a hidden state. Rounding is
+"""Largest relative error of a layer's K, and of hidden states, in the median of the tokens. Rounding is
 some ten times smaller; a wrong rotation, or a wrong position, is off by about 1."""
 
 
@@ -129,7 +131,7 @@ class Probing:
             found.append(-1 if rotation is None else rotation)
         if refused := agreed(why):
             return refused
-        shift_error = relative_error(shifted, expected)
+        shift_error = token_error(shifted, expected)
         if not shift_error < self._shift_tolerance:
             why = (
                 f"its answer depends on where a prompt's positions begin (the last hidden state moves "
@@ -139,9 +141,9 @@ class Probing:
             return refused
         self.give(found)
         kv = self._stored(here)
-        identity = relative_error(self._blend(kv), expected)
+        identity = token_error(self._blend(kv), expected)
         wrong = [(k.roll(CONTROL, 0), v.roll(CONTROL, 0)) for k, v in kv]
-        control = relative_error(self._blend(wrong), expected)
+        control = token_error(self._blend(wrong), expected)
         if not identity < self._tolerance:
             why = (
                 f"with exact KV and random rows its last hidden state is off by {identity:.2g} "
@@ -161,14 +163,14 @@ class Probing:
 
     def capture(self) -> None:
         """Captures steps on rows as CUDA graphs, where the engine uses them; with exact KV they must
-        give full prefill's last hidden state, or they are dropped."""
+        give full prefill's last hidden states, or they are dropped."""
         blending = self._blending
         graphs = RowGraphs.of(blending)
         if graphs is None:
             return
         here, expected = self._collect(0)
         blending.graphs, graphs.wanted = graphs, True
-        error = relative_error(self._blend(self._stored(here)), expected)
+        error = token_error(self._blend(self._stored(here)), expected)
         if all_reduce_min([int(bool(graphs.sizes) and error < self._tolerance)]) == [0]:
             blending.graphs = None
             if graphs.sizes:
@@ -224,7 +226,7 @@ class Probing:
         return (best - 1 if errors[best] < self._shift_tolerance else None), errors
 
     def _collect(self, shift: int) -> tuple[list[LayerKV], torch.Tensor]:
-        """K as attention writes it and V of each layer, and the last hidden state."""
+        """K as attention writes it and V of each layer, and the question's hidden states."""
         plan = CollectPlan(num_prompt_tokens=self._num_tokens, as_written=True)
         self._blending.shift = shift
         try:
@@ -234,17 +236,18 @@ class Probing:
         return plan.kv, hidden
 
     def _blend(self, kv: Sequence[LayerKV]) -> torch.Tensor:
-        """The last hidden state with some rows computed again, and ``kv`` for the others."""
+        """The question's hidden states with some rows computed again, and ``kv`` for the others."""
         start, end = 3, self._num_tokens - QUESTION
         spans = (ChunkSpan(start, StoredKV(tuple((k[start:end], v[start:end]) for k, v in kv))),)
         return self._run(BlendPlan(spans, BlendSettings(policy="random")))
 
     def _run(self, plan: BlendPlan | CollectPlan) -> torch.Tensor:
-        """Prefills the prompt with ``plan``; returns its last hidden state, ``[hidden_size]``."""
+        """Prefills the prompt with ``plan``; returns hidden states of its last tokens, the question,
+        ``[QUESTION, hidden_size]``."""
         hidden: list[torch.Tensor] = []
 
         def watch(output: Hidden) -> None:
-            hidden.append(last_row(output, self._num_tokens - 1))
+            hidden.append(copied(output, max(0, self._num_tokens - QUESTION), self._num_tokens))
 
         self._blending.watch = watch
         try:
@@ -308,17 +311,11 @@ def agreed(why: str) -> Verdict | None:
 
 
 def token_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median over tokens of ``|found - expected| / |expected|``: a few experts that rounding has
-    made others do not count."""
+    """The median over tokens of ``|found - expected| / |expected|``, NaN counted as infinite: a few
+    tokens whose experts rounding has made others do not count."""
     found, expected = found.float().flatten(1), expected.float().flatten(1)
     error = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
-    return float(error.median())
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """``|found - expected| / |expected|``, NaN counted as infinite."""
-    error = float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
-    return error if error == error else float("inf")
+    return float(error.median().nan_to_num(nan=float("inf")))
 
 
 # --- what is kept ------------------------------------------------------------------------------------

@@ -133,11 +133,11 @@ def scattered(frame: ActiveRows, hidden: Hidden, num_tokens: int) -> Hidden:
     return _scattered(frame, hidden, num_tokens)
 
 
-def last_row(hidden: Hidden, row: int) -> torch.Tensor:
-    """A copy of one row; of a pipeline stage's output all that it has of it."""
+def copied(hidden: Hidden, first: int, end: int) -> torch.Tensor:
+    """A copy of rows, ``[end - first, size]``; of a pipeline stage's output all that it has of them."""
     if isinstance(hidden, IntermediateTensors):
-        return torch.cat([rows[row].flatten() for _, rows in sorted(hidden.items())])
-    return hidden[row].clone()
+        return torch.cat([rows[first:end].flatten(1) for _, rows in sorted(hidden.items())], dim=1)
+    return hidden[first:end].clone()
 
 
 def _scattered(frame: ActiveRows, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
