@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_blend_script_prints_both_generations_and_json(smollm2: Path) -> None:
     command = [sys.executable, "example/blend.py", "--inputs", "inputs/1.json", "inputs/3.json"]
     result = subprocess.run(

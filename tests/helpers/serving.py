@@ -63,14 +63,25 @@ def serving(
     port = free_port()
     command = command_of(model, port, tiers, arguments, **settings)
     log = folder / "log.txt"
+    with running(command, log) as server:
+        wait_for(f"http://127.0.0.1:{port}/health", server, log)
+        yield f"http://127.0.0.1:{port}"
+        told = log.read_text()
+        assert told.count("Traceback") == (traceback is not None), told[-5000:]
+        assert traceback is None or traceback in told
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, not up yet; it ends with the context.
+
+    Args:
+        variables: more of its environment.
+    """
     with log.open("w") as out:
-        server = subprocess.Popen(command, env=environment(), stdout=out, stderr=out)
+        server = subprocess.Popen(command, env=environment() | variables, stdout=out, stderr=out)
         try:
-            wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}"
-            told = log.read_text()
-            assert told.count("Traceback") == (traceback is not None), told[-5000:]
-            assert traceback is None or traceback in told
+            yield server
         finally:
             server.terminate()
             server.wait(60)

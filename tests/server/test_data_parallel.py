@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from servers import free_port
-from serving import command_of, connect, disk, environment, reported, wait_for, xargs
+from serving import command_of, connect, disk, reported, running, wait_for, xargs
 
 from vllm_blend.cli import vllm_command
 
@@ -39,10 +38,7 @@ def servers(model: Path, folder: Path, options: Sequence[Sequence[str]]) -> Iter
             command = command_of(model, port, disk(folder), [*one, "--shutdown-timeout", "5"])
             at = command.index("--model")
             command[1:at] = ["-m", vllm_command.__name__, "serve"]
-            out = stack.enter_context(log.open("w"))
-            server = subprocess.Popen(command, env=environment(), stdout=out, stderr=out)
-            stack.callback(server.wait, 60)
-            stack.callback(server.terminate)
+            server = stack.enter_context(running(command, log))
             started.append((f"http://127.0.0.1:{port}", server, log))
         for url, server, log in started:
             wait_for(f"{url}/health", server, log)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 from servers import RedisServer, free_port
-from serving import connect, environment, wait_for, xargs
+from serving import connect, running, wait_for, xargs
 
 from vllm_blend.cli import vllm_command
 
@@ -52,15 +51,10 @@ def started(line: str, model: Path, folder: Path, redis: RedisServer) -> Iterato
         command.append("--enforce-eager")
     # a rank wants a NUMA node of its own, and all memory that is left
     variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with log.open("w") as out:
-        server = subprocess.Popen(command, env=environment() | variables, stdout=out, stderr=out)
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}"
-            assert "Traceback" not in log.read_text()
-        finally:
-            server.terminate()
-            server.wait(60)
+    with running(command, log, **variables) as server:
+        wait_for(f"http://127.0.0.1:{port}/health", server, log)
+        yield f"http://127.0.0.1:{port}"
+        assert "Traceback" not in log.read_text()
 
 
 def ask(client: openai.OpenAI, texts: tuple[str, ...]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from asking import drain, outputs, prompt_of, scheduler
 from engines import make_engine
 from servers import free_port
-from serving import NAME, command_of, connect, disk, environment, reported, serving, wait_for, xargs
+from serving import NAME, command_of, connect, disk, reported, running, serving, wait_for, xargs
 
 from vllm_blend.store.disk import SUFFIX
 
@@ -69,9 +68,7 @@ def test_a_server_with_a_backlog_ends_and_finds_what_it_wrote(smollm2: Path, tmp
         smollm2, port, disk(tmp_path), ["--shutdown-timeout", "40"], stand_in="", harvest=False
     )
     url = f"http://127.0.0.1:{port}"
-    with log.open("w") as out:
-        server = subprocess.Popen(command, env=environment(), stdout=out, stderr=out)
-    try:
+    with running(command, log) as server:
         wait_for(f"{url}/health", server, log)
         for at in range(0, NUM_CHUNKS, 10):
             told = ask(url, chunks[at : at + 10])
@@ -80,7 +77,6 @@ def test_a_server_with_a_backlog_ends_and_finds_what_it_wrote(smollm2: Path, tmp
             time.sleep(0.2)
         assert told["waiting_chunks"] > NUM_CHUNKS // 2
         computed = told["computed_chunks"]
-    finally:
         start = time.monotonic()
         server.terminate()
         server.wait(60)
