@@ -16,6 +16,7 @@ from engines import make_engine, shut_down
 
 from vllm_blend import blend_model
 from vllm_blend.attention.cpu import CPUBlendImpl
+from vllm_blend.core.plans import BlendPlan
 from vllm_blend.model import probe
 from vllm_blend.model.probe import MOVED, QUESTION, Probing, Verdict, token_error
 from vllm_blend.model.select import early
@@ -189,6 +190,22 @@ def test_a_single_token_that_rounding_moves_refuses_nobody(
     monkeypatch.setattr(Probing, "_collect", collect)
     with make_engine(tiny("llama")):
         assert not runs[0].refused
+
+
+def test_exact_kv_must_give_the_last_token_of_all(
+    tiny: Any, kept: Path, runs: list[Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits are the answer's first: no other token's state makes up for it."""
+    stock = Probing._run
+
+    def run(self: Probing, plan: Any) -> torch.Tensor:
+        hidden = stock(self, plan)
+        moved = hidden[-1:] * (1 + isinstance(plan, BlendPlan))
+        return torch.cat([hidden[:-1], moved])
+
+    monkeypatch.setattr(Probing, "_run", run)
+    with refusing(tiny("llama")) as llm, pytest.raises(RuntimeError, match="with exact KV"):
+        blend_model(llm)
 
 
 def test_an_identity_that_says_nothing_is_no_proof(

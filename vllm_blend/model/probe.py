@@ -1,15 +1,13 @@
 """Can this model blend? Two probes on the loaded weights decide, layer by layer, before any request.
 
     shift      a prompt at its positions, and again at later ones: each layer's K must be turned by one
-               of the model's rotary modules ("rope"), or stay as it is ("nope"), and the last hidden
-               states must not move
+               of the model's rotary modules ("rope"), or stay as it is ("nope"), and the question's
+               hidden states must not move, in the median of its tokens: in 16 bits one may by much
     identity   the prompt's exact KV, with some of its rows chosen at random and computed again, must
-               give full prefill's last hidden states; the same KV seven tokens off must not
+               give full prefill's last hidden state; the same KV seven tokens off must not
 
-Compared are the hidden states after the last layer of the prompt's last tokens, and of what is found
-for each the median counts: in 16 bits a single token may be off by much. They run through vLLM's own
-runner, on blocks that nobody uses yet. What was found is kept in vLLM's cache folder, so the next start
-of the same model takes no time.
+They run through vLLM's own runner, on blocks that nobody uses yet. What was found is kept in vLLM's
+cache folder, so the next start of the same model takes no time.
 """
 
 from __future__ import annotations
@@ -54,8 +52,9 @@ CONTROL = 7
 """How many tokens off the KV is that must not give full prefill's answer."""
 
 MOVED = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.15}
-"""Largest relative error of a layer's K, and of hidden states, in the median of the tokens. Rounding is
-some ten times smaller; a wrong rotation, or a wrong position, is off by about 1."""
+"""Largest relative error of a layer's K, of shifted hidden states (the median of the tokens), and
+of the last hidden state. Rounding is some ten times smaller; a wrong rotation, or a wrong position, is
+off by about 1."""
 
 
 MOVED_FP8 = 0.5
@@ -134,16 +133,16 @@ class Probing:
         shift_error = token_error(shifted, expected)
         if not shift_error < self._shift_tolerance:
             why = (
-                f"its answer depends on where a prompt's positions begin (the last hidden state moves "
+                f"its answer depends on where a prompt's positions begin (its hidden states move "
                 f"by {shift_error:.2g}, allowed {self._shift_tolerance})"
             )
         if refused := agreed(why):
             return refused
         self.give(found)
         kv = self._stored(here)
-        identity = token_error(self._blend(kv), expected)
+        identity = token_error(self._blend(kv), expected[-1:])
         wrong = [(k.roll(CONTROL, 0), v.roll(CONTROL, 0)) for k, v in kv]
-        control = token_error(self._blend(wrong), expected)
+        control = token_error(self._blend(wrong), expected[-1:])
         if not identity < self._tolerance:
             why = (
                 f"with exact KV and random rows its last hidden state is off by {identity:.2g} "
@@ -163,14 +162,14 @@ class Probing:
 
     def capture(self) -> None:
         """Captures steps on rows as CUDA graphs, where the engine uses them; with exact KV they must
-        give full prefill's last hidden states, or they are dropped."""
+        give full prefill's last hidden state, or they are dropped."""
         blending = self._blending
         graphs = RowGraphs.of(blending)
         if graphs is None:
             return
         here, expected = self._collect(0)
         blending.graphs, graphs.wanted = graphs, True
-        error = token_error(self._blend(self._stored(here)), expected)
+        error = token_error(self._blend(self._stored(here)), expected[-1:])
         if all_reduce_min([int(bool(graphs.sizes) and error < self._tolerance)]) == [0]:
             blending.graphs = None
             if graphs.sizes:
@@ -236,10 +235,10 @@ class Probing:
         return plan.kv, hidden
 
     def _blend(self, kv: Sequence[LayerKV]) -> torch.Tensor:
-        """The question's hidden states with some rows computed again, and ``kv`` for the others."""
+        """The last hidden state with some rows computed again, and ``kv`` for the others."""
         start, end = 3, self._num_tokens - QUESTION
         spans = (ChunkSpan(start, StoredKV(tuple((k[start:end], v[start:end]) for k, v in kv))),)
-        return self._run(BlendPlan(spans, BlendSettings(policy="random")))
+        return self._run(BlendPlan(spans, BlendSettings(policy="random")))[-1:]
 
     def _run(self, plan: BlendPlan | CollectPlan) -> torch.Tensor:
         """Prefills the prompt with ``plan``; returns hidden states of its last tokens, the question,

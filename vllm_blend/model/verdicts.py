@@ -22,7 +22,8 @@ class Verdict:
         refused: why the model cannot blend, or "".
         rotations: of each layer, which of the rotations that it may have; -1: its K does not depend on
             its position.
-        shift_error, identity_error, control_error: relative errors of the last hidden state.
+        shift_error: relative error of the question's hidden states, the median of its tokens.
+        identity_error, control_error: of the last hidden state.
     """
 
     refused: str = ""
