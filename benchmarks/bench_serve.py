@@ -73,6 +73,12 @@ def main() -> None:
         "--plain", action="store_true", help="also the blending server with blend off in each request"
     )
     parser.add_argument("--ram-gb", type=float, default=8, help="for chunks' KV (8)")
+    parser.add_argument(
+        "--gpus",
+        nargs=2,
+        metavar=("STOCK", "BLEND"),
+        help="a GPU for each server, as CUDA_VISIBLE_DEVICES names it (default: they share one)",
+    )
     parser.add_argument("--server-args", help="for both servers (default: --dtype, --max-model-len)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +90,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     model = model_of(options, folder)
     if options.shape:
         server_args = "--load-format dummy --dtype bfloat16 --max-model-len 16384"
-        if torch.cuda.is_available():  # two servers on one GPU
+        if torch.cuda.is_available() and options.gpus is None:  # two servers on one GPU
             server_args += " --gpu-memory-utilization 0.45 --kv-cache-memory-bytes 12G"
     else:
         server_args = "--dtype float32 --max-model-len 8192"
@@ -108,6 +114,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         up = {}
         for kind in kinds:
             arguments, environment = servers[kind]
+            if options.gpus is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = options.gpus[kind == "blend"]
             log = log_of(kind, options.metrics)
             started = server(model, [*server_args.split(), *arguments], environment, log)
             up[kind] = stack.enter_context(started)

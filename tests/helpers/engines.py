@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +84,12 @@ class Engine:
         return self.model.cache_fuse_metadata
 
     @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+
+    @property
     def outer(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        return self.runner.model
 
     def ids(self, count: int, seed: int) -> list[int]:
         """Random token ids, special ones left out."""
@@ -113,11 +117,18 @@ class Engine:
         return tokens, torch.cat(logits)
 
     @contextmanager
-    def watched(self) -> Iterator[list[torch.Tensor]]:
-        """Gets the logits of each step meanwhile, ``[num_samples, vocab_size]``."""
+    def watched(self, before: Callable[[], None] = lambda: None) -> Iterator[list[torch.Tensor]]:
+        """Gets the logits of each step meanwhile, ``[num_samples, vocab_size]``; calls ``before``
+        ahead of each."""
         logits: list[torch.Tensor] = []
         stock = self.outer.compute_logits
-        self.outer.compute_logits = lambda *args: logits.append(stock(*args).clone()) or logits[-1]
+
+        def compute_logits(*args: Any) -> torch.Tensor:
+            before()
+            logits.append(stock(*args).clone())
+            return logits[-1]
+
+        self.outer.compute_logits = compute_logits
         try:
             yield logits
         finally:

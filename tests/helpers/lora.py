@@ -56,11 +56,15 @@ def run_batch(
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens of prompts that run as one batch, each with its plan and ``LoRARequest`` or None;
     and the logits of their first tokens, ``[num_prompts, vocab_size]``."""
-    with engine.watched() as logits:
+    orders: list[list[str]] = []
+    with engine.watched(lambda: orders.append(list(engine.runner.input_batch.req_ids))) as logits:
         outputs = engine.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts],
             greedy(plans, max_tokens),
             use_tqdm=False,
             lora_request=list(adapters),
         )
-    return [list(output.outputs[0].token_ids) for output in outputs], logits[0][: len(prompts)]
+    # a batch has the order of the places that were free, not that of its requests
+    places = [request.partition("-")[0] for request in orders[0]]
+    rows = [places.index(output.request_id) for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs], logits[0][rows]
