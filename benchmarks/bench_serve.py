@@ -194,6 +194,8 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
         if not missed and computed == before:
             return
         missed, before = 0, computed
+        reset_prefix_cache(url)  # a prompt that is found whole there computes no chunk
+        why_not = set()
         for group in groups:
             parts = [f"{text}\n\n" for text in group]
             body = {
@@ -204,8 +206,10 @@ def warm(url: str, model: str, corpus: list[str], first: bool) -> None:
             }
             report = post(f"{url}/v1/completions", body)["kv_transfer_params"]["blend"]
             missed += report["missed_chunks"] or bool(report["why_not"])
+            why_not.add(report["why_not"] or "")
             computed = report["computed_chunks"]
-        print(f"warming: {missed} documents missed, {computed} computed", flush=True)
+        told = "; ".join(filter(None, why_not))
+        print(f"warming: {missed} documents missed, {computed} computed {told}".rstrip(), flush=True)
         time.sleep(2)  # an idle engine computes them at once
     raise RuntimeError(f"{missed} documents are still missed after they were sent {MAX_ROUNDS} times")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,14 +117,12 @@ class Engine:
         return tokens, torch.cat(logits)
 
     @contextmanager
-    def watched(self, before: Callable[[], None] = lambda: None) -> Iterator[list[torch.Tensor]]:
-        """Gets the logits of each step meanwhile, ``[num_samples, vocab_size]``; calls ``before``
-        ahead of each."""
+    def watched(self) -> Iterator[list[torch.Tensor]]:
+        """Gets the logits of each step meanwhile, ``[num_samples, vocab_size]``."""
         logits: list[torch.Tensor] = []
         stock = self.outer.compute_logits
 
         def compute_logits(*args: Any) -> torch.Tensor:
-            before()
             logits.append(stock(*args).clone())
             return logits[-1]
 

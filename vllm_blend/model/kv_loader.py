@@ -183,8 +183,7 @@ class StoredLayers:
         windows = self._windows.get(request)
         if windows is None:
             with self._clock.stage("load"):
-                k, v = (x.to(request.device) for x in request.old_kv(layer))
-                return k, v
+                return request.old_kv(layer)
         self.read(layer)
         return concat_kv([window.at(layer) for window in windows])
 
