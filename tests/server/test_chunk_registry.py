@@ -148,6 +148,20 @@ def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
     assert background.start(idle=True)
 
 
+def test_what_of_its_context_is_cached_is_not_paid_for() -> None:
+    background = BackgroundPrefill(ChunkRegistry(10_000), 1000, 0.5, lambda request_id, *_: request_id)
+    background.add(chunk_of(0, 900))
+    background.earn(1800)
+    (name,) = background.start(idle=False)
+    assert background.credit == 0
+    for _ in range(2):  # vLLM may ask again where it has too few blocks
+        assert background.room(name, 700, 512, running=False) == 512
+        assert background.credit == 200
+    assert background.room(name, 188, 512, running=True) == 512  # computed, not cached
+    assert background.credit == 200
+    complete(background, name)
+
+
 def test_a_chunk_of_an_idle_engine_goes_by_windows_and_stands_back() -> None:
     background = BackgroundPrefill(ChunkRegistry(10_000), 1000, 0.5, lambda request_id, *_: request_id)
     background.add(chunk_of(0, 900))

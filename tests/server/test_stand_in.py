@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import REPORT, drain, outputs, report, scheduler
-from engines import Engine, make_engine
+from asking import REPORT, drain, outputs, prompt_of, report, scheduler
+from engines import Engine, make_engine, relative_error
 
 from vllm_blend import Blender
-from vllm_blend.core.plans import BlendPlan
+from vllm_blend.core.plans import BlendPlan, ChunkIds
+from vllm_blend.server.chunks.chunk_registry import chunk_key
 
 INPUTS = Path(__file__).parents[2] / "inputs"
 STAND_IN = "The ferry was built in Turku in 1931. Until the bridge was opened it carried mail\n\n"
@@ -72,3 +73,43 @@ def test_each_place_has_the_kv_that_suits_it(
             assert again == pytest.approx(expected, abs=1e-3)
         drain(engine)
         assert scheduler(engine).blend_internal.background.num_computed == 0
+
+
+def test_a_context_is_computed_once(smollm2: Path) -> None:
+    """The second chunk finds it in the prefix cache, and has the KV that it has without."""
+    stand_in = 10 * STAND_IN
+    settings = {"stand_in": stand_in, "harvest": False, "ram_gb": 0.05}
+    options = dict(enable_prefix_caching=True, additional_config={"vllm_blend": settings})
+    with make_engine(smollm2, **options) as engine:
+        drain(engine)
+        state, computed = scheduler(engine), dict[str, int]()
+        own, plans = state.blend_internal, dict[str, Any]()
+        schedule = state.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            for name, count in output.num_scheduled_tokens.items():
+                if own.is_mine(name):
+                    computed[name] = computed.get(name, 0) + count
+                    plans[name] = state.requests[name].sampling_params.extra_args["blend"]
+            return output
+
+        state.schedule = watched
+        prompt, spans = prompt_of(engine, [1, 2, 3, 4])
+        outputs(engine, [prompt], [{"spans": spans}], max_tokens=1)
+        drain(engine)
+        seen: set[tuple[int, bool]] = set()
+        for name, plan in plans.items():
+            if (plan.start, plan.scored) in seen:
+                assert computed[name] == 100 + plan.start % state._block_size
+            seen.add((plan.start, plan.scored))
+        assert (len(plans), len(seen), own.background.num_computed) == (7, 3, 4)
+        assert len(own.contexts.later) > state._block_size
+        blender = Blender(engine.llm, stand_in=stand_in.strip())
+        kept = engine.model.blending.chunks._chunks
+        for start, end in spans[1:]:
+            chunk = ChunkIds("", tuple(prompt[start:end]), own.contexts.later)
+            (alone,) = blender.obtain([(chunk.context, chunk.token_ids)])
+            for found, expected in zip(kept[chunk_key(chunk)].layers, alone.kv.layers, strict=True):
+                for one, other in zip(found, expected, strict=True):
+                    assert relative_error(one, other) < 1e-4

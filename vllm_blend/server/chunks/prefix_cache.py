@@ -78,6 +78,13 @@ def name_blocks(request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> 
     request.blend_names.give(request, request.blend_names.first)
 
 
+def name_own_blocks(request: Any, start: int, block_size: int) -> None:
+    """Lets a request find no block of token ``start`` and later ones, and no other request find its."""
+    first = start // block_size
+    own = own_names(request, request.request_id, first, block_size)
+    request.block_hashes = request.block_hashes[:first] + own
+
+
 def block_hasher(vllm_config: Any, block_size: int) -> Callable[[Any], list[BlockHash]]:
     """Names blocks as the engine does for clients' requests.
 

@@ -79,7 +79,7 @@ class BackgroundPrefill:
         self._unused = FairQueue(MAX_WAITING_TOKENS)  # unscored, and not reused yet
         self._waiting = FairQueue(MAX_WAITING_TOKENS)
         self._running: dict[str, CollectPlan] = {}
-        self._paid: set[str] = set()  # of these; all that they need was taken from the credit
+        self._paid: dict[str, int] = {}  # of these; tokens taken from the credit for all that they need
         self._spare: set[str] = set()  # of these; for chunks that were not reused yet
         self._busy_at = -REST_S
         self._idle = True
@@ -233,6 +233,9 @@ class BackgroundPrefill:
             left: its tokens that are not computed.
             running: it has been let in. One that has not takes some, or vLLM lets in none after it.
         """
+        if not running and self._paid.get(request_id, 0) > left:  # some of its context is cached
+            self.credit += self._paid[request_id] - left
+            self._paid[request_id] = left
         stands_back = not (self._idle or self.stalled or request_id in self._paid)
         if running and stands_back:
             if self.credit < left:
@@ -242,7 +245,7 @@ class BackgroundPrefill:
 
     def _pay(self, request_id: str, num_tokens: int) -> None:
         self.credit -= num_tokens
-        self._paid.add(request_id)
+        self._paid[request_id] = num_tokens
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step with nothing but a chunk took this long."""
@@ -255,7 +258,7 @@ class BackgroundPrefill:
     def finish(self, request_id: str) -> None:
         """The request has ended; its chunk does not come any more."""
         plan = self._running.pop(request_id)
-        self._paid.discard(request_id)
+        self._paid.pop(request_id, None)
         self._spare.discard(request_id)
         assert plan.key is not None and plan.chunk is not None
         if not plan.scored and self.chunks.coming(plan.key) is not None:

@@ -10,7 +10,7 @@ from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, CollectPlan, KeyedPlan
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, chunk_contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
-from vllm_blend.server.chunks.prefix_cache import name_blocks
+from vllm_blend.server.chunks.prefix_cache import name_blocks, name_own_blocks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.internal.calibration import KEY as CALIBRATION_KEY
@@ -132,9 +132,10 @@ class InternalRequests:
         from vllm.v1.request import Request
 
         adapter = None
-        if isinstance(plan, CollectPlan) and plan.chunk is not None:
+        chunk = plan.chunk if isinstance(plan, CollectPlan) else None
+        if chunk is not None:
             try:
-                adapter = self.adapters.request(plan.chunk.tenant)
+                adapter = self.adapters.request(chunk.tenant)
             except FileNotFoundError as error:
                 logger.warning("vllm_blend: a chunk is not computed: %s", error)
                 return None
@@ -142,12 +143,16 @@ class InternalRequests:
             max_tokens=1,
             temperature=0,
             detokenize=False,
-            skip_reading_prefix_cache=True,
+            skip_reading_prefix_cache=chunk is None,  # what is measured is computed
             extra_args={EXTRA_ARG: plan},
         )
         request: Any = Request(
             request_id, token_ids, params, None, lora_request=adapter, block_hasher=self._hasher
         )
-        if isinstance(plan, KeyedPlan) and self._hasher is not None:
+        if self._hasher is None:
+            return request
+        if isinstance(plan, KeyedPlan):
             name_blocks(request, plan, request_id, self._block_size)
+        elif chunk is not None:  # its context may be found, the chunk itself is computed
+            name_own_blocks(request, plan.start, self._block_size)
         return request
