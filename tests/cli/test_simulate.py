@@ -89,9 +89,10 @@ def test_chunks_that_are_kept_take_their_time(model: Path, tmp_path: Path) -> No
 
 def test_rows_without_kv_go_twice_through_the_layers_before_the_question() -> None:
     static, asking = BlendSettings(policy="static"), BlendSettings(policy="ahead*static")
-    assert rows_of(300, 40, static, 30) == 340
-    assert rows_of(300, 40, asking, 30) == pytest.approx(300 * (1 + 20 / 30) + 40)
-    assert rows_of(0, 40, asking, 30) == 40
+    assert rows_of(300, 1200, 40, static, 30) == 340
+    assert rows_of(300, 1200, 40, asking, 30) == pytest.approx(300 * (1 + 20 / 30) + 40)
+    assert rows_of(300, 1199, 40, asking, 30) == 340  # too many to be computed twice
+    assert rows_of(0, 1200, 40, asking, 30) == 40
 
 
 def test_steps_of_the_background_are_as_short_as_on_a_server(model: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def slow_scores(policy: str, view: Any, seed: int) -> list[float]:
     if policy in ("query", "ahead"):
         asked = view.attention_here if policy == "query" else view.attention_ahead
         if asked is None:
-            return list((view.v_deviation if policy == "query" else view.fallback).tolist())
+            return list(view.v_deviation.tolist())
         plain = asked.tolist()
     elif policy == "random":
         plain = hashed(view.positions, seed).tolist()

@@ -14,17 +14,15 @@ from slow_policies import check_rows, slow_static
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan
-from vllm_blend.core.settings import EARLY, POLICIES, BlendSettings, num_kept
+from vllm_blend.core.settings import EARLY, PLANNED, POLICIES, BlendSettings, num_kept
 from vllm_blend.core.static_scores import static_scores
 from vllm_blend.core.step import StepRequest
 from vllm_blend.model.select import early
 from vllm_blend.model.select.early import EarlyCandidates
 
 CPU = torch.device("cpu")
-NAMES = (
-    *[name for name in POLICIES if name in EARLY],
-    *("ahead*static", "random*static"),
-)
+PLANNED_NAMES = (*[name for name in POLICIES if name in PLANNED], "random*static")
+ASKING_NAMES = ("ahead", "ahead*static")
 
 chunks = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.booleans(), st.booleans()),
@@ -59,7 +57,7 @@ def places(request: StepRequest, chosen: torch.Tensor) -> list[int]:
     return (request.chunk_rows[chosen] - request.row + request.position).tolist()
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", PLANNED_NAMES)
 @settings(deadline=None)
 @given(
     made=chunks,
@@ -96,7 +94,7 @@ def test_windows_share_the_whole_prompts_choice(
     assert found == expected
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", ASKING_NAMES)
 @settings(deadline=None)
 @given(
     made=chunks,
@@ -104,34 +102,43 @@ def test_windows_share_the_whole_prompts_choice(
     ratio=st.floats(0, 1),
     seed=st.integers(0, 99),
 )
-def test_where_the_question_was_asked_each_window_has_its_share(
+def test_where_the_question_is_asked_the_window_has_its_share(
     policy: str, made: list[tuple[int, int, bool, bool]], cuts: set[int], ratio: float, seed: int
 ) -> None:
+    """It is where the window holds it, and at most a quarter as many rows of its own as of chunks'; a
+    window where it is not has twice the share of the whole prompt's, by scores."""
     options: dict[str, Any] = dict(policy=policy, recomp_ratio=ratio, seed=seed)
     plan = plan_of(made, seed, **options)
     generator = torch.Generator().manual_seed(seed)
+    twice = plan_of(made, seed, policy="static", recomp_ratio=min(1.0, 2 * ratio))
     for request in windows_of(plan, 5, cuts):
+        asks = request.end > plan.spans[-1].end and (
+            4 * (request.num_rows - request.num_chunk_rows) <= request.num_chunk_rows
+        )
+        assert request.settings.asks == asks
+        if not asks:
+            chosen = early.choose(replace(request, plan=plan), None).tolist()
+            assert chosen == early.choose(replace(request, plan=twice), None).tolist()
+            continue
         received = torch.rand(request.num_chunk_rows, generator=generator)
         chosen = early.choose(request, received).tolist()
         view = EarlyCandidates(request.windows, received, CPU)
         check_rows(chosen, policy, view, seed, num_kept(ratio, request.num_chunk_rows))
-    assert not plan.made  # nothing of a window is kept for the others
 
 
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", (*PLANNED_NAMES, *ASKING_NAMES))
 @settings(deadline=None)
 @given(made=chunks, ratio=st.floats(0, 1), seed=st.integers(0, 99))
 def test_exact_tokens_come_last(
-    policy: str, asked: bool, made: list[tuple[int, int, bool, bool]], ratio: float, seed: int
+    policy: str, made: list[tuple[int, int, bool, bool]], ratio: float, seed: int
 ) -> None:
     plan = plan_of(made, seed, policy=policy, recomp_ratio=ratio, seed=seed)
     exact = [e for _, count, e, _ in made for _ in range(count)]
-    count = num_kept(ratio, len(exact))
-    assume(any(exact) and count <= exact.count(False))
     (request,) = windows_of(plan, 3, set())
+    count = num_kept(request.settings.last_ratio, len(exact))
+    assume(any(exact) and count <= exact.count(False))
     received = None
-    if asked:  # most of all to what is exact
+    if request.settings.asks:  # most of all to what is exact
         received = torch.rand(len(exact)) + 0.01 + 5 * torch.tensor(exact)
     chosen = early.choose(request, received).tolist()
     assert len(chosen) == count
@@ -148,8 +155,6 @@ def test_what_a_view_shows(made: list[tuple[int, int, bool, bool]], seed: int, c
         assert view.place_in_chunk.tolist() == [at - span.start for span, at in tokens]
         assert view.stale.tolist() == [not span.exact for span, _ in tokens]
         torch.testing.assert_close(view.static, torch.tensor(slow_static(request.windows)))
-        assert view.fallback is view.static
-        assert view.attention_ahead is None
 
 
 def test_tokens_without_scores_count_as_the_mean_and_the_first_ones_more() -> None:
@@ -193,7 +198,7 @@ def test_which_policies_choose_early() -> None:
     def early_one(policy: str) -> bool:
         return BlendSettings(policy=policy).early
 
-    assert all(map(early_one, NAMES))
+    assert all(map(early_one, (*PLANNED_NAMES, *ASKING_NAMES)))
     for policy in set(POLICIES) - EARLY:
         assert not early_one(policy)
         assert not early_one(f"ahead*{policy}")

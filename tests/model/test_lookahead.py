@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from vllm_blend.attention import paged
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
-from vllm_blend.core.step import BlendStep, StepRequest
+from vllm_blend.core.step import MAX_ASKED, BlendStep, StepRequest
 from vllm_blend.model.lookahead import Questions
-from vllm_blend.model.select.question import MAX_ASKED, attention_received, num_asked
+from vllm_blend.model.select.question import attention_received
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -112,7 +112,7 @@ def test_the_windows_last_question_tokens_are_asked(
     end = min(position + window[1], num_prompt + num_answered)
     request = request_of(chunks, position, end, 3, num_prompt)
     of_question = [at for at in range(position, end) if place <= at < num_prompt]
-    assert num_asked(request) == min(len(of_question), MAX_ASKED)
+    assert request.num_asked == min(len(of_question), MAX_ASKED)
 
 
 def own_rows(request: StepRequest) -> list[int]:
@@ -188,7 +188,7 @@ def test_on_a_cpu_each_requests_keys_get_what_its_question_gives(
             before = cached[step.starts.index(request.row), : request.position]
             k = torch.cat([stored[first : first + len(held)], key[rows], before])
             positions = [position_of[row] for row in held + own] + [*range(request.position)]
-            count, answered = num_asked(request), request.end - request.prompt_end
+            count, answered = request.num_asked, request.end - request.prompt_end
             asked = slice(len(own) - answered - count, len(own) - answered)
             got = slow_received(
                 query[rows][asked].view(count, HEADS, SIZE),
@@ -248,7 +248,7 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
     first_rows = [0, len(own_rows(asking[0])), len(frame.rows)]
     for index, (asked, key_cache, table, last_keys, more) in enumerate(calls):
         request, (lo, hi) = asking[index % 2], list(pairwise(first_rows))[index % 2]
-        count, end = num_asked(request), request.prompt_end
+        count, end = request.num_asked, request.prompt_end
         hi -= request.end - end
         assert key_cache is cache and table == blocks[[1, 4][index % 2]].tolist()
         assert last_keys == [*range(end - count, end)] + [-1] * (MAX_ASKED - count)

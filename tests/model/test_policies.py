@@ -21,12 +21,11 @@ from slow_policies import check_rows, slow_static
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
 from vllm_blend.core.settings import POLICIES, BlendSettings, asked_layers, num_kept
-from vllm_blend.core.step import StepRequest
+from vllm_blend.core.step import MAX_ASKED, StepRequest
 from vllm_blend.model import loop
 from vllm_blend.model.select import CheckLayerCandidates, choose_rows, early
 from vllm_blend.model.select.early import EarlyCandidates
 from vllm_blend.model.select.policies import hashed, make_policy
-from vllm_blend.model.select.question import MAX_ASKED
 
 MIXTURES = (
     *("query*hkvd", "ahead*hkvd"),
@@ -104,7 +103,9 @@ def views(monkeypatch: pytest.MonkeyPatch) -> list[CheckLayerCandidates]:
     def look(settings: BlendSettings, view: CheckLayerCandidates, count: int) -> torch.Tensor:
         rows = choose_rows(settings, view, count)
         # the frame moves on after the choice: ask now
-        view.here, view.ahead = view.attention_here, view.attention_ahead  # type: ignore[attr-defined]
+        view.here = view.attention_here  # type: ignore[attr-defined]
+        asks = settings.asks
+        view.ahead = view.attention_ahead if asks else None  # type: ignore[attr-defined]
         for name in ("v_deviation", "k_deviation", "stale", "place_in_chunk", "positions", "static"):
             getattr(view, name)
         seen.append(view)
@@ -168,7 +169,7 @@ def test_the_question_is_asked_by_those_who_want_it_alone(
     names = ("hkvd", "ahead*hkvd", "static", "ahead")
     plans = [BlendPlan(spans, chosen_by(name)) for name in names]
     run(engine, [prompt] * 4, plans, max_tokens=1)
-    assert [view.ahead is None for view in views] == [True, False]  # type: ignore[attr-defined]
+    assert [view.request in view.frame.received for view in views] == [False, True]
     assert [choice.received is None for choice in choices] == [True, False]
     # the same answer, whichever path it is for
     assert torch.equal(choices[1].received, views[1].ahead)  # type: ignore[attr-defined, arg-type]
@@ -179,9 +180,9 @@ def test_tokens_that_no_chunk_holds_are_seen_too(
     engine: Engine, views: list[CheckLayerCandidates], choices: list[Choice], policy: str
 ) -> None:
     """A head, text between chunks, and a question of more tokens than are asked."""
-    ids = engine.ids(130, seed=7)
+    ids = engine.ids(330, seed=7)
     exact = engine.collect(ids)
-    places = ((5, 40), (43, 70))
+    places = ((5, 40), (43, 290))
     spans = tuple(
         ChunkSpan(start, StoredKV(tuple((k[start:end], v[start:end]) for k, v in exact)))
         for start, end in places
@@ -196,7 +197,7 @@ def test_tokens_that_no_chunk_holds_are_seen_too(
     if policy == "ahead":
         ((choice,), received) = choices, choices[0].received
         assert choice.rows.tolist() == sorted(
-            sum(asked(expected)).topk(int(0.16 * 62)).indices.tolist()
+            sum(asked(expected)).topk(int(0.16 * 282)).indices.tolist()
         )  # type: ignore[union-attr, arg-type]
     else:
         (view,) = views
@@ -220,7 +221,6 @@ def test_deviations_and_places(
     assert view.positions.tolist() == list(range(TOTAL))
     assert view.stale.tolist() == [False] * LENGTHS[0] + [True] * sum(LENGTHS[1:])
     torch.testing.assert_close(view.static, torch.tensor(slow_static(view.request.windows)))
-    assert view.fallback is view.v_deviation
     before = EarlyCandidates(view.request.windows, None, torch.device("cpu"))
     for name in ("positions", "place_in_chunk", "static"):
         assert torch.equal(getattr(before, name), getattr(view, name))
@@ -393,26 +393,28 @@ def test_windows_blend_as_the_whole_does(
     engine: Engine, prompt: list[int], choices: list[Choice], policy: str
 ) -> None:
     """With KV that is off: the same rows and logits, whatever the window. The question is asked in the
-    last window alone, whose chunk tokens it chooses among."""
+    last window alone, whose chunk tokens it chooses among; the others have twice as many by scores."""
     plan = BlendPlan(scored(spans_of(alone(engine, prompt))), chosen_by(policy, recomp_ratio=0.3))
     whole = logits_of(engine, prompt, plan)
     (choice,) = choices
-    by_scores = early.choose(replace_request(choice.request, plan), None).tolist()
+    ratio = 0.3 if policy == "static" else 0.6
+    by_scores = early.choose(replace_request(choice.request, plan, ratio), None).tolist()
     choices.clear()
-    with windows_of(engine, 64):
+    with windows_of(engine, 80):
         cut = logits_of(engine, prompt, plan)
-    assert [c.received is not None for c in choices] == [False] * 3 + [policy == "ahead"]
+    assert [c.received is not None for c in choices] == [False] * 2 + [policy == "ahead"]
     found = [(c.request.chunk_rows[c.rows] + c.request.position).tolist() for c in choices]
     if policy == "static":
         assert sum(found, []) == by_scores
         assert relative_error(cut[-8:], whole) < 1e-4
     else:
-        assert sum(found[:3], []) == [row for row in by_scores if row < 192]
-        assert len(found[3]) == int(0.3 * (TOTAL - 192))
+        assert sum(found[:2], []) == [row for row in by_scores if row < 160]
+        assert len(found[2]) == int(0.3 * (TOTAL - 160))
 
 
-def replace_request(request: StepRequest, plan: BlendPlan) -> StepRequest:
-    return replace(request, plan=replace(plan, settings=replace(plan.settings, policy="static")))
+def replace_request(request: StepRequest, plan: BlendPlan, ratio: float) -> StepRequest:
+    settings = replace(plan.settings, policy="static", recomp_ratio=ratio)
+    return replace(request, plan=replace(plan, settings=settings))
 
 
 # --- policies alone ------------------------------------------------------------------------------
@@ -423,10 +425,10 @@ def fake_view(seed: int, lengths: list[int], exact_first: bool, asked: bool) -> 
     total = sum(lengths)
     places = [i for n in lengths for i in range(n)]
     stale = [not (exact_first and index < lengths[0]) for index in range(total)]
-    names = ("v_deviation", "k_deviation", "attention_here", "attention_ahead", "static", "fallback")
+    names = ("v_deviation", "k_deviation", "attention_here", "attention_ahead", "static")
     scores: dict[str, Any] = {name: torch.rand(total, generator=generator) for name in names}
     if not asked:
-        scores |= dict(attention_here=None, attention_ahead=None)
+        scores |= dict(attention_here=None)
     return SimpleNamespace(
         positions=torch.arange(total) + 3,
         place_in_chunk=torch.tensor(places),

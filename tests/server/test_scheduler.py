@@ -253,7 +253,8 @@ def test_a_chunk_that_is_not_there_is_computed_and_collected_again(server: Engin
     (found,) = outputs(server, [prompt], [field], logprobs=1)
     told = report(found)
     assert answer(found) == answer(without)
-    assert (told["reused_tokens"], told["recomputed_tokens"]) == (200, 40)
+    # too much is new for a question: twice the ratio, by scores
+    assert (told["reused_tokens"], told["recomputed_tokens"]) == (200, 80)
     assert (told["chunks"], told["missed_chunks"], told["lost_chunks"]) == (2, 1, {"gone": 1})
     assert told["why_not"] == ""
     drain(server)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from asking import REPORT, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine, relative_error
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from vllm_blend import Blender
 from vllm_blend.core.plans import BlendPlan, ChunkIds
@@ -83,11 +84,14 @@ def test_a_context_is_computed_once(smollm2: Path) -> None:
     with make_engine(smollm2, **options) as engine:
         drain(engine)
         state, computed = scheduler(engine), dict[str, int]()
-        own, plans = state.blend_internal, dict[str, Any]()
+        own, plans, counted = state.blend_internal, dict[str, Any](), list[int]()
         schedule = state.schedule
+        state.kv_cache_manager.log_stats = True
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            state.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
             output = schedule(*args, **kwargs)
+            counted.append(state.kv_cache_manager.prefix_cache_stats.queries)
             for name, count in output.num_scheduled_tokens.items():
                 if own.is_mine(name):
                     computed[name] = computed.get(name, 0) + count
@@ -105,6 +109,7 @@ def test_a_context_is_computed_once(smollm2: Path) -> None:
             seen.add((plan.start, plan.scored))
         assert (len(plans), len(seen), own.background.num_computed) == (7, 3, 4)
         assert len(own.contexts.later) > state._block_size
+        assert sum(counted) == len(prompt)  # of the client's request alone
         blender = Blender(engine.llm, stand_in=stand_in.strip())
         kept = engine.model.blending.chunks._chunks
         for start, end in spans[1:]:

@@ -130,9 +130,11 @@ class StandIn:
         exact = sum(max(0, hi - lo) for lo, hi, is_exact in inside if is_exact)
         if not reused:
             return end, end - start, False
-        recomputed = num_kept(plan.settings.last_ratio, reused - exact)
+        own = end - start - reused
+        settings = plan.settings.for_rows(own, reused)
+        recomputed = num_kept(settings.last_ratio, reused - exact)
         events.blended.append(Blended(request.request_id, start, reused, recomputed))
-        rows = rows_of(end - start - reused, recomputed, plan.settings, self._num_layers)
+        rows = rows_of(own, reused, recomputed, settings, self._num_layers)
         return end, rows, True
 
     def _collect(self, plan: CollectPlan, start: int, end: int, events: WorkerEvents) -> None:

@@ -5,7 +5,7 @@ full, with half of it in vLLM's prefix cache, with all chunks new, all known, an
 So the processes, the compilation, the policy and the ratio are those that are simulated.
 
 Where the question is asked first, the rows without stored KV go through a part of the layers twice
-(``rows_of``). A prompt with many new tokens beside known chunks can so take longer than in full.
+(``rows_of``).
 """
 
 from __future__ import annotations
@@ -77,13 +77,16 @@ class StepCosts:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def rows_of(num_fresh: int, num_recomputed: int, settings: BlendSettings, num_layers: int) -> float:
+def rows_of(
+    num_fresh: int, num_reused: int, num_recomputed: int, settings: BlendSettings, num_layers: int
+) -> float:
     """Rows that a step computes of a blended prompt, as if each went through all layers once.
 
     Args:
-        num_fresh: tokens without stored KV; ``num_recomputed``: of the others.
+        num_fresh: tokens without stored KV; ``num_reused``: the others; ``num_recomputed``: of these.
     """
-    again = asked_layers(num_layers).stop / num_layers if settings.asks else 0.0
+    asks = settings.for_rows(num_fresh, num_reused).asks
+    again = asked_layers(num_layers).stop / num_layers if asks else 0.0
     return num_fresh * (1 + again) + num_recomputed
 
 
@@ -164,7 +167,7 @@ class StepTimer:
                 seconds, report = self._ask_chunks(known, rest)
                 if number and (reused := report.get("reused_tokens", 0)):
                     n, again = report["prompt_tokens"], report["recomputed_tokens"]
-                    rows = rows_of(n - reused, again, self._settings, self._num_layers)
+                    rows = rows_of(n - reused, reused, again, self._settings, self._num_layers)
                     found.append((n, rows, seconds))
         return firsts, found
 

@@ -165,6 +165,7 @@ CALLED: Mapping[str, tuple[Member, ...]] = {
         ),
         Member("config.vllm", "VllmConfig.num_hash_lookahead_tokens", since="0.33"),
         Member(_MANAGER, "KVCacheManager.prefix_cache_lookup_enabled", "self, request"),
+        Member(_MANAGER, "KVCacheManager.record_prefix_cache_stats", "self, request, num_hits"),
         Member(_MANAGER, "KVCacheManager.evict_blocks", "self, block_ids"),
         Member(_MANAGER, "KVCacheManager.get_block_ids", "self, request_id"),
         Member("v1.request", "Request.update_block_hashes", "self"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,9 +52,8 @@ class BlendSettings:
         mask: ``"exact"``: a query sees the keys at positions <= its own. ``"bottom_right"``: the
             mask of the paper's published code, for comparison only; it lets queries see later keys.
         policy: how tokens are chosen: a name in ``POLICIES``, or a product ``a*b`` of their scores.
-            Those that ask the question fall back in windows of a chunked prefill that do not hold it,
-            to ``"static"`` or, with ``"hkvd"``, to that; those that look at chunk heads need a span
-            for each chunk.
+            Where ``ahead`` does not pay (``for_rows``), the rest of the product chooses twice as many
+            tokens. Those that look at chunk heads need a span for each chunk.
         seed: for ``"random"``, up to ``MAX_SEED``.
 
     Raises:
@@ -117,6 +116,29 @@ class BlendSettings:
     def asks(self) -> bool:
         """Whether the question is asked, in a pass of its own."""
         return "ahead" in self.policies
+
+    def for_rows(self, num_own: int, num_reused: int) -> BlendSettings:
+        """These, where the question is to be asked among so many rows of a prompt; else without it.
+
+        Args:
+            num_own: rows that no stored KV stands for, which its pass computes once more.
+            num_reused: the others.
+        """
+        return self.unasked if self.asks and num_own > ASKED_SHARE * num_reused else self
+
+    @cached_property
+    def unasked(self) -> BlendSettings:
+        """The same without asking the question: by the other factors of the product, or ``"static"``
+        where there are none, and twice as many tokens, which costs about as much quality
+        (docs/quality.md)."""
+        factors = [name for name in policy_factors(self.policy) if name != "ahead"]
+        ratios = self.recomp_ratios
+        return replace(
+            self,
+            policy="*".join(factors) or "static",
+            recomp_ratio=min(1.0, 2 * self.recomp_ratio),
+            recomp_ratios=None if ratios is None else tuple(min(1.0, 2 * ratio) for ratio in ratios),
+        )
 
     @cached_property
     def early(self) -> bool:
@@ -226,6 +248,10 @@ def num_kept(ratio: float, num_chunk_rows: int) -> int:
     """Rows that ``ratio`` of ``num_chunk_rows`` keeps: rounded down, all at 1.0."""
     return int(ratio * num_chunk_rows)
 
+
+ASKED_SHARE = 1 / 4
+"""The question is asked where the rows that no chunk holds are at most this share of those that chunks
+hold: its pass computes them in two thirds of the layers, and then they are computed again."""
 
 ASKED_DEPTH = 1 / 3, 2 / 3
 """Which layers the question is asked at: those in the middle third of the model's depth

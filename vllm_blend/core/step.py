@@ -24,6 +24,9 @@ class Status(IntEnum):
     AFTER_CHECK = 2  # chosen rows only, over the fused cache
 
 
+MAX_ASKED = 32
+"""Question tokens that are asked, its last ones; bounds the memory of a long question."""
+
 MAX_FAILURES = 3
 """Failures of one kind until an engine blends no more."""
 
@@ -49,10 +52,23 @@ class StepRequest:
     request_id: str = ""
     num_prompt_tokens: int | None = None
 
-    @property
+    @cached_property
     def settings(self) -> BlendSettings:
-        """Which of the rows that stored KV stands for are computed: of a collected prefix none."""
-        return self.plan.settings if isinstance(self.plan, BlendPlan) else NOTHING_RECOMPUTED
+        """Which of the rows that stored KV stands for are computed: of a collected prefix none; without
+        the question where this window does not hold it, or too much that is new."""
+        if not isinstance(self.plan, BlendPlan):
+            return NOTHING_RECOMPUTED
+        settings = self.plan.settings
+        if not self.num_asked:
+            return settings.unasked if settings.asks else settings
+        return settings.for_rows(self.num_rows - self.num_chunk_rows, self.num_chunk_rows)
+
+    @property
+    def num_asked(self) -> int:
+        """How many of the window's last prompt tokens are the question's, ``MAX_ASKED`` at most; 0 if
+        this window of a chunked prefill does not hold it."""
+        end = self.prompt_end
+        return max(0, end - max(self.plan.spans[-1].end, self.position, end - MAX_ASKED))
 
     @property
     def kept_parts(self) -> tuple[CollectPlan, ...]:

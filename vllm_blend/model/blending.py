@@ -33,7 +33,6 @@ from vllm_blend.model.guard import Guard, StepFailed, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.select import early
-from vllm_blend.model.select.question import num_asked
 from vllm_blend.model.stages import StageRun, digest_of, digest_of_choice, first_ranks
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ class Blending:
     def _blend(self, step: BlendStep, now: StageRun) -> rows.Hidden:
         guard, inputs = self.guard, now.inputs
         frame = guard.attempt(lambda: self._frame_of(step, inputs), None)
-        asking = [r for r in step.blended if r.settings.asks and num_asked(r)]
+        asking = [r for r in step.blended if r.settings.asks]
         if asking:
             self._ask(step, frame, asking, inputs)
         chosen = self._choose(step, frame, asking)

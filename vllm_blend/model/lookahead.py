@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_blend.core.step import StepRequest
-from vllm_blend.model.select.question import MAX_ASKED, attention_received, num_asked
+from vllm_blend.core.step import MAX_ASKED, StepRequest
+from vllm_blend.model.select.question import attention_received
 
 if TYPE_CHECKING:
     from vllm_blend.model.active_rows import ActiveRows
@@ -57,7 +57,7 @@ class Questions:
         first = 0
         for request in requests:
             count = request.num_rows - request.num_chunk_rows
-            asked, end = num_asked(request), first + count - (request.end - request.prompt_end)
+            asked, end = request.num_asked, first + count - (request.end - request.prompt_end)
             rows = torch.arange(end - asked, end - asked + MAX_ASKED).clamp_(max=end - 1)
             last_keys = torch.full((MAX_ASKED,), -1)
             last_keys[:asked] = torch.arange(request.prompt_end - asked, request.prompt_end)

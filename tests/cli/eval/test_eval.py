@@ -14,7 +14,7 @@ from commands import main
 
 from vllm_blend.cli.eval import across, compare
 from vllm_blend.cli.eval.data import Example, Passage, example_of, read_examples
-from vllm_blend.cli.eval.methods import blend_settings, split_behind
+from vllm_blend.cli.eval.methods import blend_settings, known_share, split_behind
 from vllm_blend.cli.eval.metrics import score
 from vllm_blend.cli.eval.run import methods_of, run_parser
 from vllm_blend.cli.eval.runner import RESULTS, RUN, Protocol, Result
@@ -86,12 +86,16 @@ def test_method_names_are_read() -> None:
     assert blend_settings("reuse") == blend_settings("reuse:behind=nothing") == nothing
     assert split_behind("hkvd@0.16:seed=3:behind=bos") == ("hkvd@0.16:seed=3", "bos")
     assert split_behind("ahead@0.1") == ("ahead@0.1", None)
+    half = "static@0.1:known=0.5:behind=others"
+    assert blend_settings(half) == BlendSettings(policy="static", recomp_ratio=0.1)
+    assert (known_share(half), known_share("static@0.1")) == (0.5, 1.0)
     for name, message in (
         ("reuse:behind=me", "behind is 'me'; allowed at a method's end: nothing, bos, another"),
         ("best", "method is 'best'; allowed: full"),
         ("hkvd@x", "could not convert"),
         ("best@0.1", "policy is 'best'"),
         ("hkvd@0.1:color=red", "unknown blend setting 'color'"),
+        ("hkvd@0.1:known=1.5", "known is 1.5; allowed: 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             blend_settings(name)

@@ -97,7 +97,7 @@ def _check_settings(config: Any) -> Iterator[Finding]:
         yield note(
             "steps",
             f"a step holds {step} tokens, a prompt up to {longest}: longer ones are blended in "
-            "windows, where policies that ask the question fall back",
+            "windows, and only one of them holds the question",
             "--max-num-batched-tokens of your longest prompt, or --max-model-len as short as that.",
         )
 

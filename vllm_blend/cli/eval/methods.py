@@ -5,6 +5,7 @@
 ``reuse``         stored KV of every chunk, nothing recomputed (the same as ``hkvd@0``)
 ``POLICY@RATIO``  blending, e.g. ``hkvd@0.16``; further settings follow after colons:
                   ``hkvd@0.16:mask=bottom_right``, ``hkvd@0.16:check_layers=1,8:recomp_ratios=0.3,0.16``
+``...:known=``    with stored KV of this share of the chunks, evenly among them; the others are new
 ``...:behind=``   last: with chunks computed after something else than the prompt's head: ``nothing``,
                   ``bos``, ``another`` (an instruction that is not the prompt's), ``before`` (the head,
                   then the 128 tokens before it in its passage); or a prompt's first chunk after the
@@ -26,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_blend.core.settings import BlendSettings
+from vllm_blend.core.settings import BlendSettings, check_ratio
 
 PLAIN = ("full", "prefix", "mapreduce", "maprerank")
 
@@ -68,6 +69,16 @@ def split_behind(name: str) -> tuple[str, str | None]:
     return name, behind or None
 
 
+def known_share(name: str) -> float:
+    """The share of a method's chunks that have stored KV.
+
+    Raises:
+        ValueError: names a share that is none.
+    """
+    given = [part for part in name.split(":") if part.startswith("known=")]
+    return check_ratio("known", float(given[0].removeprefix("known="))) if given else 1.0
+
+
 def blend_settings(name: str) -> BlendSettings | None:
     """The settings that a method's name stands for; None for one that does not blend.
 
@@ -86,6 +97,9 @@ def blend_settings(name: str) -> BlendSettings | None:
         values["recomp_ratio"] = float(ratio)
         for part in rest:
             key, _, text = part.partition("=")
+            if key == "known":
+                known_share(part)
+                continue
             values[key] = _VALUES.get(key, str)(text)
     except ValueError as error:
         raise ValueError(f"method is {name!r}; {error}") from None

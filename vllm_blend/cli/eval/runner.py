@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,27 @@ from tqdm import tqdm
 
 from vllm_blend.cli.eval import asking, forcing
 from vllm_blend.cli.eval.data import Example
-from vllm_blend.cli.eval.methods import BEHIND, OTHERS, OVERLAP, STAND_IN, blend_settings, split_behind
+from vllm_blend.cli.eval.methods import (
+    BEHIND,
+    OTHERS,
+    OVERLAP,
+    STAND_IN,
+    blend_settings,
+    known_share,
+    split_behind,
+)
 from vllm_blend.cli.eval.metrics import score
 from vllm_blend.cli.eval.tasks import Task
 from vllm_blend.core.prompt import TokenIds
 
 if TYPE_CHECKING:
     from vllm_blend.api.blender import Blender
+    from vllm_blend.api.prompts import Chunk
     from vllm_blend.core.settings import BlendSettings
+
+Kind = tuple[str | None, float]
+"""What chunks are computed after, and which share of them is known."""
+WHOLE: Kind = (None, 1.0)
 
 RESULTS, RUN = "results.jsonl", "run.json"
 
@@ -162,15 +175,15 @@ class Runner:
     def examples(self, task: Task, work: Sequence[tuple[Example, Sequence[str]]]) -> list[Result]:
         """Each example by its methods; the chunks' KV is dropped afterwards."""
         names = dict.fromkeys(method for _, methods in work for method in methods)
-        behinds = dict.fromkeys([None, *(split_behind(name)[1] for name in names)])
+        kinds = dict.fromkeys([WHOLE, *map(kind_of, names)])
         wanted = [settings for name in names if (settings := blend_settings(name)) is not None]
         self.blender.scored = any("static" in settings.policies for settings in wanted)
-        askers: dict[str | None, list[asking.Asker]] = {}
+        askers: dict[Kind, list[asking.Asker]] = {}
         try:
-            askers = self._askers(task, [example for example, _ in work], [*behinds])
-            fulls = forcing.full_prefill(askers[None], self.protocol.kl_tokens)
+            askers = self._askers(task, [example for example, _ in work], [*kinds])
+            fulls = forcing.full_prefill(askers[WHOLE], self.protocol.kl_tokens)
             cells = [
-                Cell(method, askers[split_behind(method)[1]][index], full)
+                Cell(method, askers[kind_of(method)][index], full)
                 for index, ((_, methods), full) in enumerate(zip(work, fulls, strict=True))
                 for method in methods
             ]
@@ -183,14 +196,14 @@ class Runner:
                     self.blender.forget(chunk)
 
     def _askers(
-        self, task: Task, examples: Sequence[Example], behinds: Sequence[str | None]
-    ) -> dict[str | None, list[asking.Asker]]:
-        """The same prompts each time, of chunks computed after their head or something else."""
+        self, task: Task, examples: Sequence[Example], kinds: Sequence[Kind]
+    ) -> dict[Kind, list[asking.Asker]]:
+        """The same prompts each time, of chunks computed after their head or something else, or new."""
         blender = self.blender
         pieces = {example: self._token_ids(task, example) for example in examples}
         contexts = {
-            (behind, example): self._contexts(task, example, behind)
-            for behind in behinds
+            (kind, example): self._contexts(task, example, kind[0])
+            for kind in kinds
             for example in examples
         }
         wanted = [
@@ -199,11 +212,11 @@ class Runner:
             for pair in zip(behind, pieces[example], strict=True)
         ]
         chunks = iter(blender.obtain(wanted))  # all at once, so that they may serve each other
-        found: dict[str | None, list[asking.Asker]] = {behind: [] for behind in behinds}
-        for behind, example in contexts:
-            these = [next(chunks) for _ in pieces[example]]
+        found: dict[Kind, list[asking.Asker]] = {kind: [] for kind in kinds}
+        for kind, example in contexts:
+            these = spread([next(chunks) for _ in pieces[example]], kind[1])
             prompt = blender.prompt(these, task.ask(example), head=task.header)
-            found[behind].append(asking.Asker(blender, task, example, these, prompt))
+            found[kind].append(asking.Asker(blender, task, example, these, prompt))
         return found
 
     def _pieces(self, task: Task, example: Example) -> list[tuple[list[int], list[int]]]:
@@ -296,6 +309,20 @@ class Runner:
             same=answer.token_ids == full.token_ids if answer else None,
             **numbers,
         )
+
+
+def kind_of(method: str) -> Kind:
+    """What a method's prompts are made of."""
+    return split_behind(method)[1], known_share(method)
+
+
+def spread(chunks: Sequence[Chunk], known: float) -> list[Chunk]:
+    """Chunks of which this share, evenly among them, keeps its KV."""
+    counts = [int(index * known + 1e-9) for index in range(len(chunks) + 1)]
+    return [
+        chunk if before < after else replace(chunk, kv=None)
+        for chunk, (before, after) in zip(chunks, pairwise(counts), strict=True)
+    ]
 
 
 def _fill(cells: Sequence[Cell], answers: Sequence[asking.Answer]) -> None:

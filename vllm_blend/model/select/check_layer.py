@@ -14,7 +14,7 @@ from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.model.guard import Guard
 from vllm_blend.model.select.policies import make_policy
 from vllm_blend.model.select.projection import Projection, normed_heads, project, project_v
-from vllm_blend.model.select.question import attention_received, num_asked
+from vllm_blend.model.select.question import attention_received
 from vllm_blend.model.select.ranking import deviation
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class CheckLayerCandidates:
     @property
     def num_asked(self) -> int:
         """How many of those are the question's last tokens."""
-        return num_asked(self.request)
+        return self.request.num_asked
 
     @cached_property
     def attention_here(self) -> torch.Tensor | None:
@@ -167,17 +167,11 @@ class CheckLayerCandidates:
         return got[: self.at.numel()]
 
     @cached_property
-    def attention_ahead(self) -> torch.Tensor | None:
-        """The same summed over all layers, from the pass before this step's forward."""
-        received = self.frame.received.get(self.request)
-        return None if received is None else received[self.chunk_index]
+    def attention_ahead(self) -> torch.Tensor:
+        """The same summed over the layers that are asked, in the pass before this step's forward."""
+        return self.frame.received[self.request][self.chunk_index]
 
     @cached_property
     def static(self) -> torch.Tensor:
         """Scores kept with the chunks, ``[num_candidates]`` float32."""
         return static_scores(self.request.windows).to(self.request.device)[self.chunk_index]
-
-    @property
-    def fallback(self) -> torch.Tensor:
-        """Scores where the question cannot be asked: ``v_deviation``."""
-        return self.v_deviation

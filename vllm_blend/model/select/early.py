@@ -31,7 +31,7 @@ class EarlyCandidates:
         self, windows: Sequence[Window], received: torch.Tensor | None, device: torch.device
     ) -> None:
         self._windows, self._device = windows, device
-        self.attention_ahead = received
+        self._received = received
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -58,9 +58,10 @@ class EarlyCandidates:
         return self._joined([static_scores(self._windows)])
 
     @property
-    def fallback(self) -> torch.Tensor:
-        """Scores where the question cannot be asked: ``static``."""
-        return self.static
+    def attention_ahead(self) -> torch.Tensor:
+        """``received``, of a request whose question was asked."""
+        assert self._received is not None
+        return self._received
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         both = torch.cat(list(parts))

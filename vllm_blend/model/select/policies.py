@@ -21,16 +21,15 @@ class Candidates(Protocol):
 
     Attributes:
         attention_ahead: what each gets of the question's attention over the layers that are asked,
-            float32; None: the question was not asked.
+            float32; where the question was asked.
         positions: in the prompt, int64.
         place_in_chunk: how many tokens of its own chunk stand before each, int64.
         stale: where recomputing changes anything at all, bool.
         static: scores kept with the chunks, float32.
-        fallback: scores where the question cannot be asked, float32.
     """
 
     @property
-    def attention_ahead(self) -> torch.Tensor | None: ...
+    def attention_ahead(self) -> torch.Tensor: ...
     @property
     def positions(self) -> torch.Tensor: ...
     @property
@@ -39,8 +38,6 @@ class Candidates(Protocol):
     def stale(self) -> torch.Tensor: ...
     @property
     def static(self) -> torch.Tensor: ...
-    @property
-    def fallback(self) -> torch.Tensor: ...
 
 
 class CheckedCandidates(Candidates, Protocol):
@@ -150,8 +147,7 @@ class QuestionAhead(Policy):
     reads = frozenset({"stale"})
 
     def scores(self, view: Candidates) -> torch.Tensor:
-        attention = view.attention_ahead
-        return view.fallback if attention is None else only_stale(view, attention)
+        return only_stale(view, view.attention_ahead)
 
 
 class Product(Policy):

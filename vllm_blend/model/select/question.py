@@ -4,20 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_blend.core.step import StepRequest
-
-MAX_ASKED = 32
-"""Question tokens that are asked, its last ones; bounds the memory of a long question."""
-
-
-def num_asked(request: StepRequest) -> int:
-    """How many of the window's last prompt tokens are the question's, ``MAX_ASKED`` at most.
-
-    0 if this window of a chunked prefill does not hold the question.
-    """
-    end = request.prompt_end
-    return max(0, end - max(request.plan.spans[-1].end, request.position, end - MAX_ASKED))
-
 
 def attention_received(
     q: torch.Tensor,

@@ -78,11 +78,12 @@ def name_blocks(request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> 
     request.blend_names.give(request, request.blend_names.first)
 
 
-def name_own_blocks(request: Any, start: int, block_size: int) -> None:
-    """Lets a request find no block of token ``start`` and later ones, and no other request find its."""
+def find_blocks_before(request: Any, start: int, block_size: int) -> None:
+    """Lets a request of the engine's own find blocks of the tokens before ``start`` alone: the others
+    are computed."""
     first = start // block_size
-    own = own_names(request, request.request_id, first, block_size)
-    request.block_hashes = request.block_hashes[:first] + own
+    unknown = own_names(request, request.request_id, first, block_size)
+    request.blend_known_names = request.block_hashes[:first] + unknown
 
 
 def block_hasher(vllm_config: Any, block_size: int) -> Callable[[Any], list[BlockHash]]:
@@ -99,14 +100,20 @@ def block_hasher(vllm_config: Any, block_size: int) -> Callable[[Any], list[Bloc
 
 
 class BlendKVCacheManager:
-    """Mixin for vLLM's ``KVCacheManager``: a blended request's search for cached blocks."""
+    """Mixin for vLLM's ``KVCacheManager``: the search for cached blocks by blended requests, and by the
+    engine's own."""
 
     blend_block_size: int
 
     def get_computed_blocks(self, request: Any, *limit: int | None, **limits: int | None) -> Any:
         """Finds a request's blocks; vLLM 0.33 also says how many tokens of them it takes at most."""
-        names: BlockNames | None = getattr(request, "blend_names", None)
         stock: Any = super()
+        if (known := getattr(request, "blend_known_names", None)) is not None:
+            hashes, request.block_hashes = request.block_hashes, known
+            found = stock.get_computed_blocks(request, *limit, **limits)
+            request.block_hashes = hashes
+            return found
+        names: BlockNames | None = getattr(request, "blend_names", None)
         if names is None or not stock.prefix_cache_lookup_enabled(request):
             return stock.get_computed_blocks(request, *limit, **limits)
         request.block_hashes = names.exact
@@ -117,6 +124,12 @@ class BlendKVCacheManager:
             return mixed
         names.give(request, max(names.first, exact[1] // self.blend_block_size))
         return exact
+
+    def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+        """Counts what clients' requests found."""
+        stock: Any = super()
+        if getattr(request, "blend_known_names", None) is None:
+            stock.record_prefix_cache_stats(request, num_hits)
 
 
 def prepare_manager(

@@ -95,7 +95,8 @@ class StepRoom:
             return count
         ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
         reused = sum(max(0, end - begin) for begin, end in ends)
-        return count - int((1 - plan.settings.last_ratio) * reused)
+        settings = plan.settings.for_rows(count - reused, reused)
+        return count - int((1 - settings.last_ratio) * reused)
 
     def _client_rows(self, num_scheduled_tokens: Mapping[str, int]) -> int:
         """How many rows the step that was just scheduled computes for clients' requests, about."""
