@@ -233,6 +233,29 @@ def test_a_refusal_stops_the_start_of_an_engine_that_is_to_blend(
 # --- errors --------------------------------------------------------------------------------------
 
 
+def test_what_is_warmed_up_is_what_requests_do(
+    tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question is asked, of KV that a prefill has left: with the same hidden state."""
+    asked: list[bool] = []
+    choose = early.choose
+
+    def look(request: Any, received: torch.Tensor | None) -> torch.Tensor:
+        asked.append(received is not None)
+        return choose(request, received)
+
+    with make_engine(tiny("llama")) as engine:
+        worker = engine.llm.llm_engine.model_executor.driver_worker
+        probing, hidden = Probing(worker, engine.model.blending), list[torch.Tensor]()
+        run = probing._run
+        monkeypatch.setattr(probing, "_run", lambda plan: hidden.append(run(plan)) or hidden[-1])
+        monkeypatch.setattr(early, "choose", look)
+        probing.warm_up()
+    full, blended = hidden
+    assert asked == [True]
+    assert token_error(blended[-1:], full[-1:]) < MOVED[torch.float32] / 10
+
+
 def test_errors_are_relative() -> None:
     expected = torch.randn(200, 2, 8)
     for dtype, allowed in MOVED.items():

@@ -57,6 +57,9 @@ of the last hidden state. Rounding is some ten times smaller; a wrong rotation, 
 off by about 1."""
 
 
+AT_RANDOM = BlendSettings(policy="random")
+"""How the probes choose rows."""
+
 MOVED_FP8 = 0.5
 """The same of a shifted prompt over a paged cache in eight bits: K at other positions is rounded to
 other values there. (Exact KV at its own positions is rounded as full prefill's is.)"""
@@ -85,6 +88,8 @@ def _probe(worker: Any, blending: Blending) -> str | None:
         return f"blending does not support {name}: {verdict.refused}"
     probing.give(verdict.rotations)
     probing.capture()
+    if torch.device(worker.device).type == "cuda":
+        probing.warm_up()
     logger.info("vllm_blend: %s blends%s: %s.", name, " (probed before)" if known else "", verdict)
     return None
 
@@ -180,6 +185,13 @@ class Probing:
                     self._tolerance,
                 )
 
+    def warm_up(self) -> None:
+        """Prefills a prompt whose KV is kept, then one that reuses it and asks its question: kernels
+        are compiled at their first use, and no request shall wait for that."""
+        plan = CollectPlan(num_prompt_tokens=self._num_tokens)
+        self._run(plan)
+        self._blend(plan.kv, BlendSettings())
+
     def _stored(self, collected: Sequence[LayerKV]) -> list[LayerKV]:
         """Collected KV without its positions."""
         at = self._positions()
@@ -234,11 +246,11 @@ class Probing:
             self._blending.shift = 0
         return plan.kv, hidden
 
-    def _blend(self, kv: Sequence[LayerKV]) -> torch.Tensor:
+    def _blend(self, kv: Sequence[LayerKV], settings: BlendSettings = AT_RANDOM) -> torch.Tensor:
         """The last hidden state with some rows computed again, and ``kv`` for the others."""
         start, end = 3, self._num_tokens - QUESTION
         spans = (ChunkSpan(start, StoredKV(tuple((k[start:end], v[start:end]) for k, v in kv))),)
-        return self._run(BlendPlan(spans, BlendSettings(policy="random")))[-1:]
+        return self._run(BlendPlan(spans, settings))[-1:]
 
     def _run(self, plan: BlendPlan | CollectPlan) -> torch.Tensor:
         """Prefills the prompt with ``plan``; returns hidden states of its last tokens, the question,
