@@ -60,12 +60,13 @@ def test_memory_is_counted_and_bounded(model: Path, tmp_path: Path) -> None:
 def test_times_follow_the_fit(model: Path, tmp_path: Path) -> None:
     fit = tmp_path / "times.json"
     fit.write_text(json.dumps(TIMES))
+    options = ("--times", fit, "--settings", '{"policy": "static"}')  # each row once
     texts = documents()[:4]
     rows = [{"chunks": texts, "question": "Who?"}, {"chunks": texts[::-1], "question": "When was it?"}]
-    first = simulate(write(tmp_path / "1.jsonl", rows[:1]), model, "--times", fit)
+    first = simulate(write(tmp_path / "1.jsonl", rows[:1]), model, *options)
     assert first["ttft_gain"] == pytest.approx(1.0)
     assert first["ttft_s"]["mean"] == pytest.approx(0.01 + 1e-3 * first["prompt_tokens"], rel=0.1)
-    both = simulate(write(tmp_path / "2.jsonl", rows), model, "--times", fit)
+    both = simulate(write(tmp_path / "2.jsonl", rows), model, *options)
     second = 2 * both["ttft_s"]["mean"] - first["ttft_s"]["mean"]
     fresh = both["prompt_tokens"] - first["prompt_tokens"]
     computed = 1 - (both["reused_share"] - both["recomputed_share"]) * both["prompt_tokens"] / fresh

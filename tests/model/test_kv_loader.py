@@ -90,7 +90,8 @@ def make_layers(
 
 
 def make_requests(kinds: Sequence[str]) -> tuple[list[StepRequest], list[StreamingLayers]]:
-    """Two requests with a chunk of each kind; the second one's window begins within a chunk."""
+    """Two requests with a chunk of each kind; the second one's window begins within a chunk. They have
+    the same one where its kind is "shared"."""
     requests, late, row = [], [], 0
     for number, cut in enumerate((0, 4)):
         spans, start = [], 2
@@ -102,6 +103,8 @@ def make_requests(kinds: Sequence[str]) -> tuple[list[StepRequest], list[Streami
                 kv = StreamingKV(late[-1])
             elif kind == "fp8":
                 kv = StoredKV(Widened(layers))
+            elif kind == "shared" and number:
+                kv = requests[0].plan.spans[index].kv
             spans.append(ChunkSpan(start, kv))
             start = spans[-1].end + 1
         plan = BlendPlan(tuple(spans), BlendSettings())
@@ -133,6 +136,7 @@ KINDS = [
     ["gpu", "joint", "fp8"],
     ["late"],
     ["late", "apart", "gpu", "late", "fp8", "joint"],
+    ["joint", "shared", "gpu", "shared"],
 ]
 
 
@@ -222,6 +226,18 @@ def test_a_layer_is_copied_once_and_as_far_ahead_as_the_ring_is_deep(
             copied()
             == min(left, kv_loader.AHEAD if layer == 1 else left + 1 > kv_loader.AHEAD) * a_layer
         )
+
+
+def test_what_prompts_share_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both have all of it in their windows; of the first chunk the second has the end alone."""
+    device = Device(monkeypatch)
+    requests, _ = make_requests(["shared", "shared", "joint"])
+    stored = kv_loader.StoredLayers(requests, CPU, NUM_LAYERS, 1, StageClock())
+    stored.begin()
+    whole, end, shared, others = 1, 2, 1, 2
+    assert len(device.launched) == whole + end + shared + others
+    copied = [segment.addresses.tolist() for segment in stored.segments(requests) or []]
+    assert copied[1] == copied[4] and copied[0] != copied[3] and copied[2] != copied[5]
 
 
 def test_copies_wait_for_what_was_launched_before_the_step_alone(

@@ -77,7 +77,8 @@ def test_each_place_has_the_kv_that_suits_it(
 
 
 def test_a_context_is_computed_once(smollm2: Path) -> None:
-    """The second chunk finds it in the prefix cache, and has the KV that it has without."""
+    """The second chunk finds it in the prefix cache, and has the KV that it has without. Of the chunks
+    themselves nobody finds anything there."""
     stand_in = 10 * STAND_IN
     settings = {"stand_in": stand_in, "harvest": False, "ram_gb": 0.05}
     options = dict(enable_prefix_caching=True, additional_config={"vllm_blend": settings})
@@ -99,13 +100,13 @@ def test_a_context_is_computed_once(smollm2: Path) -> None:
             return output
 
         state.schedule = watched
-        prompt, spans = prompt_of(engine, [1, 2, 3, 4])
-        outputs(engine, [prompt], [{"spans": spans}], max_tokens=1)
+        prompt, spans = prompt_of(engine, [1, 2, 3, 4], size=200)
+        outputs(engine, [prompt], [{"spans": spans}], cache_salt="a tenant's", max_tokens=1)
         drain(engine)
         seen: set[tuple[int, bool]] = set()
         for name, plan in plans.items():
             if (plan.start, plan.scored) in seen:
-                assert computed[name] == 100 + plan.start % state._block_size
+                assert computed[name] == 200 + plan.start % state._block_size
             seen.add((plan.start, plan.scored))
         assert (len(plans), len(seen), own.background.num_computed) == (7, 3, 4)
         assert len(own.contexts.later) > state._block_size
@@ -113,8 +114,13 @@ def test_a_context_is_computed_once(smollm2: Path) -> None:
         blender = Blender(engine.llm, stand_in=stand_in.strip())
         kept = engine.model.blending.chunks._chunks
         for start, end in spans[1:]:
-            chunk = ChunkIds("", tuple(prompt[start:end]), own.contexts.later)
+            chunk = ChunkIds("a tenant's", tuple(prompt[start:end]), own.contexts.later)
             (alone,) = blender.obtain([(chunk.context, chunk.token_ids)])
             for found, expected in zip(kept[chunk_key(chunk)].layers, alone.kv.layers, strict=True):
                 for one, other in zip(found, expected, strict=True):
                     assert relative_error(one, other) < 1e-4
+        (start, end), head = spans[0], own.contexts.first
+        guessed = [*head, *prompt[start:end], 5]  # what the first chunk was computed as
+        assert len(guessed) > state._block_size
+        (other,) = outputs(engine, [guessed], [None], max_tokens=1)
+        assert other.num_cached_tokens <= len(head)

@@ -195,22 +195,27 @@ class StoredLayers:
             self._read_ahead(layer + 1, layer + 1 + AHEAD)
 
     def _lay_out(self, requests: Sequence[StepRequest]) -> None:
-        """Finds each window's place: where it lies, or in the ring."""
+        """Finds each window's place: where it lies, or in the ring, once for all that share it."""
         found = [(request, *window) for request in requests for window in request.windows]
+        parts = [(id(span.kv.layers), lo - span.start, hi - span.start) for _, span, lo, hi in found]
         lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
-        rows = sum(hi - lo for (*_, lo, hi), at in zip(found, lies_at, strict=True) if at is None)
+        ring_row: dict[tuple[int, int, int], int] = {}
+        rows = 0
+        for part, at in zip(parts, lies_at, strict=True):
+            if at is None and part not in ring_row:
+                ring_row[part] = rows
+                rows += 2 * (part[2] - part[1])
         # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
-        size = (AHEAD, 2 * rows, *self._example.shape[1:])
+        size = (AHEAD, rows, *self._example.shape[1:])
         with torch.cuda.stream(self._stream):  # memory that no layer in flight still uses
             self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
         self._ring.record_stream(torch.cuda.current_stream(self._device))
-        row = 0
-        for (request, span, lo, hi), at in zip(found, lies_at, strict=True):
+        on_ring: dict[tuple[int, int, int], Window] = {}
+        for (request, span, lo, hi), part, at in zip(found, parts, lies_at, strict=True):
             places: tuple[torch.Tensor, ...] = ()
             if at is None:
-                part = self._ring[:, row : row + 2 * (hi - lo)]
-                places = tuple(part.unflatten(1, (2, hi - lo)))
-                row += 2 * (hi - lo)
+                ring = self._ring[:, ring_row[part] : ring_row[part] + 2 * (hi - lo)]
+                places = tuple(ring.unflatten(1, (2, hi - lo)))
                 buffers = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in places])
                 at = buffers[torch.arange(self._num_layers) % AHEAD]
             window = Window(
@@ -224,7 +229,8 @@ class StoredLayers:
             )
             self._windows.setdefault(request, []).append(window)
             if places:
-                self._on_ring.append(window)
+                on_ring.setdefault(part, window)
+        self._on_ring = [*on_ring.values()]
         self._fast = [window for window in self._on_ring if window.in_one_block]
         self._others = [window for window in self._on_ring if not window.in_one_block]
         self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]

@@ -78,12 +78,13 @@ def name_blocks(request: Any, plan: KeyedPlan, tenant: str, block_size: int) -> 
     request.blend_names.give(request, request.blend_names.first)
 
 
-def find_blocks_before(request: Any, start: int, block_size: int) -> None:
-    """Lets a request of the engine's own find blocks of the tokens before ``start`` alone: the others
-    are computed."""
+def name_chunk_blocks(request: Any, start: int, block_size: int) -> None:
+    """Names the blocks of a chunk's own request: its context's, before ``start``, may be any request's;
+    the chunk's are computed, and nobody else's, since they are a tenant's."""
     first = start // block_size
-    unknown = own_names(request, request.request_id, first, block_size)
-    request.blend_known_names = request.block_hashes[:first] + unknown
+    names = own_names(request, request.request_id, first, block_size)
+    request.block_hashes = request.block_hashes[:first] + names
+    request.blend_is_own = True
 
 
 def block_hasher(vllm_config: Any, block_size: int) -> Callable[[Any], list[BlockHash]]:
@@ -100,20 +101,14 @@ def block_hasher(vllm_config: Any, block_size: int) -> Callable[[Any], list[Bloc
 
 
 class BlendKVCacheManager:
-    """Mixin for vLLM's ``KVCacheManager``: the search for cached blocks by blended requests, and by the
-    engine's own."""
+    """Mixin for vLLM's ``KVCacheManager``: a blended request's search for cached blocks."""
 
     blend_block_size: int
 
     def get_computed_blocks(self, request: Any, *limit: int | None, **limits: int | None) -> Any:
         """Finds a request's blocks; vLLM 0.33 also says how many tokens of them it takes at most."""
-        stock: Any = super()
-        if (known := getattr(request, "blend_known_names", None)) is not None:
-            hashes, request.block_hashes = request.block_hashes, known
-            found = stock.get_computed_blocks(request, *limit, **limits)
-            request.block_hashes = hashes
-            return found
         names: BlockNames | None = getattr(request, "blend_names", None)
+        stock: Any = super()
         if names is None or not stock.prefix_cache_lookup_enabled(request):
             return stock.get_computed_blocks(request, *limit, **limits)
         request.block_hashes = names.exact
@@ -128,7 +123,7 @@ class BlendKVCacheManager:
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
         """Counts what clients' requests found."""
         stock: Any = super()
-        if getattr(request, "blend_known_names", None) is None:
+        if not getattr(request, "blend_is_own", False):
             stock.record_prefix_cache_stats(request, num_hits)
 
 

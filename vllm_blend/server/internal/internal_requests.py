@@ -10,7 +10,7 @@ from vllm_blend.core.plans import EXTRA_ARG, ChunkIds, CollectPlan, KeyedPlan
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, chunk_contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
-from vllm_blend.server.chunks.prefix_cache import find_blocks_before, name_blocks
+from vllm_blend.server.chunks.prefix_cache import name_blocks, name_chunk_blocks
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.internal.calibration import KEY as CALIBRATION_KEY
@@ -154,5 +154,5 @@ class InternalRequests:
         if isinstance(plan, KeyedPlan):
             name_blocks(request, plan, request_id, self._block_size)
         elif chunk is not None:
-            find_blocks_before(request, plan.start, self._block_size)
+            name_chunk_blocks(request, plan.start, self._block_size)
         return request
