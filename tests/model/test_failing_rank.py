@@ -200,6 +200,11 @@ def test_a_server_whose_second_rank_fails(
             order = dict(method="fail_at", args=[1, f"vllm_blend.{place}", nth])
             assert httpx.post(f"{url}/collective_rpc", json=order, timeout=60).status_code == 200
 
+        def mend() -> int:
+            """How often what was to fail was called."""
+            found = httpx.post(f"{url}/collective_rpc", json=dict(method="mend"), timeout=60).json()
+            return sum(map(int, found["results"]))
+
         fail_at("server.worker.chunk_cache:ChunkCache.distances", 1)  # one chunk gets no scores
         warm(client, *sample(1))
         blended, _ = ask()
@@ -209,3 +214,14 @@ def test_a_server_whose_second_rank_fails(
         assert text == full and "blending failed" in told["why_not"]
         again, told = ask()
         assert again == blended and told["reused_tokens"] and not told["why_not"]
+
+        mend()
+        for stage in ("apply", "collect_events"):  # what scheduler and model tell each other
+            fail_at(f"server.worker.chunk_cache:ChunkCache.{stage}", 1)
+            exact = {"report": True, "recomp_ratio": 1.0}
+            for _ in range(3):  # the chunks are forgotten, kept again, and reused
+                reset_prefix_cache(url)
+                found = chat(client, *sample(1), **xargs(exact))
+                assert text_of(found) == full
+            assert reported(found)["reused_tokens"] and not reported(found)["why_not"]
+            assert mend() > 1

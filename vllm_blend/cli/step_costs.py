@@ -31,7 +31,8 @@ HEAD_TOKENS, QUESTION_TOKENS = 16, 24
 REPEAT = 3
 """Runs of each kind that count; the first of a length is run once more before, as it may compile."""
 PAUSE_S, QUIET_S = 0.3, 300.0
-"""Between looks whether the server still computes chunks in the background, and how long at most."""
+"""Between the first looks whether the server still computes chunks in the background, and how long at
+most. A look is a request, for which an idle server gives up what it computes: pauses get longer."""
 SHORT_TOKENS = 4
 """Of a chunk that is too short to be one."""
 BLOCK = 128
@@ -193,12 +194,13 @@ class StepTimer:
 
     def _quiet(self) -> None:
         """Waits until nothing is computed in the background."""
-        end = time.monotonic() + QUIET_S
+        end, pause = time.monotonic() + QUIET_S, PAUSE_S
         while time.monotonic() < end:
             self._ask_chunks([self._ids(SHORT_TOKENS)])  # gauges are set by requests; it is not kept
             if not any(waiting_chunks(self._server.get("/metrics").text)):
                 return
-            time.sleep(PAUSE_S)
+            time.sleep(pause)
+            pause *= 2
 
     def _ids(self, count: int) -> list[int]:
         return [self._choose.randrange(self._vocab_size) for _ in range(count)]
