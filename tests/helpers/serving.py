@@ -52,13 +52,13 @@ def serving(
     folder: Path,
     tiers: dict[str, Any],
     arguments: Sequence[str] = (),
-    traceback: str | None = None,
+    tracebacks: Sequence[str] = (),
     **settings: Any,
 ) -> Iterator[str]:
     """A server with a store, up while it lasts; its address.
 
     Args:
-        traceback: what the log's one traceback says; None: it has none.
+        tracebacks: what each of the log's says; there are no others.
     """
     port = free_port()
     command = command_of(model, port, tiers, arguments, **settings)
@@ -67,8 +67,8 @@ def serving(
         wait_for(f"http://127.0.0.1:{port}/health", server, log)
         yield f"http://127.0.0.1:{port}"
         told = log.read_text()
-        assert told.count("Traceback") == (traceback is not None), told[-5000:]
-        assert traceback is None or traceback in told
+        assert told.count("Traceback") == len(tracebacks), told[-5000:]
+        assert all(text in told for text in tracebacks)
 
 
 @contextmanager
