@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape, StoredKV
-from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, check_spans
+from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan
+from vllm_blend.core.prompt import check_spans
 from vllm_blend.core.settings import BlendSettings
 
 numbers = st.one_of(st.integers(), st.floats(allow_nan=True), st.booleans(), st.text(), st.none())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from typing import Annotated, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,9 +20,10 @@ from vllm_blend.cli.output import (
     size,
     wrong_call,
 )
-from vllm_blend.cli.places import Looked, Opened, opened
-from vllm_blend.store.audit import Entry, look
-from vllm_blend.store.record import Rejected
+
+if TYPE_CHECKING:  # these load torch, which takes seconds that help and completion should not
+    from vllm_blend.cli.places import Opened
+    from vllm_blend.store.audit import Entry
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
@@ -64,7 +66,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     decode = _decoder(tokenizer)
-    with opened(place, settings, tier) as at:
+    with _opened(place, settings, tier) as at:
         entries = at.shelf.entries()
         rows = [_row(at, entry, decode) for entry in reversed(entries[-limit:])]
     if as_json:
@@ -91,7 +93,7 @@ def ls(
 def stat(
     place: Place = None, settings: Settings = None, tier: TierName = None, as_json: Json = False
 ) -> None:
-    with opened(place, settings, tier) as at:
+    with _opened(place, settings, tier) as at:
         entries = at.shelf.entries()
         rows = [_row(at, entry, None) for entry in entries]
     kinds = Counter(row["kept_as"] for row in rows)
@@ -148,7 +150,9 @@ def verify(
     tier: TierName = None,
     as_json: Json = False,
 ) -> None:
-    with opened(place, settings, tier) as at:
+    from vllm_blend.cli.places import Looked
+
+    with _opened(place, settings, tier) as at:
         looked = Looked.at(at, whole=not quick)
         beside = at.shelf.mend(dry=True)
     looked.tell(beside, as_json, "damaged")
@@ -173,7 +177,9 @@ def repair(
     tier: TierName = None,
     as_json: Json = False,
 ) -> None:
-    with opened(place, settings, tier) as at:
+    from vllm_blend.cli.places import Looked
+
+    with _opened(place, settings, tier) as at:
         looked = Looked.at(at, whole=True)
         if at.checksum_key == b"" and looked.all_damaged and not dry_run:
             message = (
@@ -213,7 +219,7 @@ def purge(
     if sum((everything, older_than is not None, to_gb is not None)) != 1:
         raise wrong_call("give one of --all, --older-than and --to-gb")
     age = None if older_than is None else _seconds(older_than)
-    with opened(place, settings, tier) as at:
+    with _opened(place, settings, tier) as at:
         entries = at.shelf.entries()
         chosen = entries
         if age is not None:
@@ -236,8 +242,19 @@ def purge(
         say(f"{len(chosen)} of {len(entries)} records, {size(amount)}: {said}")
 
 
+def _opened(
+    place: str | None, settings: str | None, tier: str | None
+) -> AbstractContextManager[Opened]:
+    from vllm_blend.cli.places import opened
+
+    return opened(place, settings, tier)
+
+
 def _row(at: Opened, entry: Entry, decode: Any) -> dict[str, Any]:
     """What is told of a record."""
+    from vllm_blend.store.audit import look
+    from vllm_blend.store.record import Rejected
+
     row: dict[str, Any] = {
         "key": entry.digest.hex(),
         "bytes": entry.num_bytes,

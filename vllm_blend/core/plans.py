@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import LayerKV
+from vllm_blend.core.prompt import check_spans
 from vllm_blend.core.settings import BlendSettings
 
 EXTRA_ARG = "blend"
@@ -232,35 +232,3 @@ class CollectPlan:
             return
         for place, rest in zip(self.kv[layer], (k, v), strict=True):
             place[first : first + len(rest)] = rest
-
-
-def check_spans(spans: Sequence[tuple[int, int]], num_prompt_tokens: int) -> None:
-    """Raises ValueError unless the spans are non-empty, ascending, disjoint and leave a question.
-
-    Args:
-        spans: ``[start, end)`` of each chunk, as token positions of the prompt.
-        num_prompt_tokens: length of the prompt.
-    """
-    if not spans:
-        raise ValueError("spans is empty; blending needs at least one chunk")
-    for index, (start, end) in enumerate(spans):
-        if start < 0:
-            raise ValueError(f"spans[{index}] starts at {start}; allowed: 0 or more")
-        if end <= start:
-            raise ValueError(f"spans[{index}] is [{start}, {end}): an empty chunk")
-        if end > num_prompt_tokens:
-            raise ValueError(
-                f"spans[{index}] is [{start}, {end}): it runs past the prompt of "
-                f"{num_prompt_tokens} tokens"
-            )
-    for index, ((_, end), (start, _)) in enumerate(pairwise(spans), start=1):
-        if start < end:
-            raise ValueError(
-                f"spans[{index}] starts at {start}, before the end of spans[{index - 1}] at "
-                f"{end}; spans must ascend and not overlap"
-            )
-    if spans[-1][1] == num_prompt_tokens:
-        raise ValueError(
-            "spans cover the prompt's last token; the question (at least one token) must follow "
-            "the last chunk, since its logits are what the answer starts from"
-        )

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from vllm_blend.core.plans import check_spans
+from vllm_blend.core.prompt import check_spans
 from vllm_blend.core.settings import BlendSettings, short
 from vllm_blend.server.config import ANY_CLIENT, SETTINGS_FIELDS, ClientLimits, split_ratio
 from vllm_blend.store.controller import FLOOR
