@@ -38,7 +38,7 @@ def test_the_demo_answers_most_questions_right_and_reuse_loses_one_at_most(
     assert full >= 7 and blended >= full - 1
     assert "\x1b" not in result.stdout  # no colour where it is piped
     assert len(re.findall(r"^\d+\. \S", result.stdout, re.M)) == 10
-    assert f"vllm-blend serve {smollm2}" in result.stdout
+    assert f"vllm-blend serve {smollm2} --dtype float32\n" in result.stdout
     assert "computing the KV of" in result.stderr and "Warning" not in result.stderr
 
 

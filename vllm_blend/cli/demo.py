@@ -91,7 +91,7 @@ def demo(
     if as_json:
         print_json(told | {"model": folder, "questions": [row.told() for row in rows]})
     else:
-        _conclude(told, folder)
+        _conclude(told, folder, str(blender.llm.model_config.dtype).removeprefix("torch."))
     if told["right_blended"] < told["right_full_prefill"] - max(1, len(rows) // 10):
         raise found_wrong()
 
@@ -243,7 +243,7 @@ def _show(number: int, row: Row) -> None:
         line.print(f"  {answer.text}{gain}", markup=False, soft_wrap=True)
 
 
-def _conclude(told: Mapping[str, Any], folder: str) -> None:
+def _conclude(told: Mapping[str, Any], folder: str, dtype: str) -> None:
     asked, full, blended = (told[name] for name in ("asked", "right_full_prefill", "right_blended"))
     say(f"\nright: full prefill {full} of {asked}, blended {blended} of {asked}")
     say(
@@ -252,5 +252,5 @@ def _conclude(told: Mapping[str, Any], folder: str) -> None:
         f"{told['prepared_s']:.0f} s, which is in no time to first token.\n"
     )
     say("The model in a server, and on prompts of yours:")
-    say(f"  vllm-blend serve {shlex.quote(folder)}")
+    say(f"  vllm-blend serve {shlex.quote(folder)} --dtype {dtype}")
     say(f"  vllm-blend try {shlex.quote(folder)} prompts.jsonl")

@@ -12,7 +12,14 @@ from rich.markup import escape
 
 from vllm_blend.cli.checks.finding import Finding, Level, wrong
 from vllm_blend.cli.options import Arguments, Json, Settings, Url
-from vllm_blend.cli.output import console, found_wrong, help_text, print_json, quiet_vllm
+from vllm_blend.cli.output import (
+    console,
+    found_wrong,
+    help_text,
+    print_json,
+    quiet_vllm,
+    wrong_call,
+)
 
 MARKS = {Level.OK: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.WRONG: "[bold red]wrong[/]"}
 
@@ -36,6 +43,8 @@ def doctor(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
+    if model is not None and "://" in model:
+        raise wrong_call(f"{model} is an address; a running server is looked at with --url", "MODEL")
     quiet_vllm()
     found: list[Finding] = []
     for finding in examine(model, arguments or [], settings, url):

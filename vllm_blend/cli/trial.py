@@ -96,6 +96,7 @@ def attempt(
         "recommended": good,
         "settings": values if good else None,
         "written_to": str(out) if good else None,
+        "dtype": str(runner.blender.llm.model_config.dtype).removeprefix("torch."),
     }
     if as_json:
         print_json(told)
@@ -247,4 +248,5 @@ def _show(told: Mapping[str, Any], best: Summary | None, largest: float, model: 
         say(f"Not recommended: TTFT gains less than {WORTH} times. Are the prompts long enough?")
     else:
         say(f"Recommended. Written to {told['written_to']}:")
-        say(f"  vllm-blend serve {shlex.quote(model)} --settings {shlex.quote(told['written_to'])}")
+        settings = shlex.quote(told["written_to"])
+        say(f"  vllm-blend serve {shlex.quote(model)} --settings {settings} --dtype {told['dtype']}")
