@@ -19,6 +19,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -407,6 +408,13 @@ def load(script: str) -> Any:
 def test_settings_are_up_to_date() -> None:
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == load("make_settings").page(), (
         "run python docs/make_settings.py"
+    )
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse lays out by Python's version")
+def test_the_help_of_commands_is_up_to_date() -> None:
+    assert (DOCS / "cli_help.md").read_text(encoding="utf-8") == load("make_cli_help").page(), (
+        "run python docs/make_cli_help.py"
     )
 
 

@@ -26,7 +26,7 @@ class ServerError(Exception):
 
 
 class Server:
-    """A server by its address, with or without ``/v1``.
+    """A server by its address, with or without ``http://`` and ``/v1``.
 
     Args:
         timeout_s: of one answer.
@@ -35,7 +35,8 @@ class Server:
     def __init__(self, url: str, timeout_s: float = 120.0) -> None:
         key = os.environ.get(KEY_ENV)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url = url.rstrip("/").removesuffix("/v1")
+        whole = url if "://" in url else f"http://{url}"
+        self.url = whole.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers)
 
     def get(self, path: str, key: str | None = None) -> httpx.Response:

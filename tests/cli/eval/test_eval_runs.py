@@ -367,9 +367,30 @@ def test_the_page_of_a_run_in_batches_shows_no_times(
 def test_a_page_of_no_results_is_refused_before_anything_is_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    data = ["--data", str(tmp_path / "x.json"), "--task", "musique"]
     with pytest.raises(SystemExit):
-        main(["report", "--data", "x.json", "--task", "musique", "--results", str(tmp_path / "none")])
+        main(["report", *data, "--results", str(tmp_path / "none")])
     assert "none: no results there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["worst FOLDER", "across kl FOLDER --methods reuse", "compare FOLDER --methods static hkvd"],
+)
+def test_a_folder_without_results_is_a_wrong_call(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([str(tmp_path) if word == "FOLDER" else word for word in command.split()])
+    assert raised.value.code == 2
+    assert f"{tmp_path}: no results there" in capsys.readouterr().err
+
+
+def test_data_that_is_not_there_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["report", "--data", "nowhere.json", "--task", "musique"])
+    assert raised.value.code == 2 and "nowhere.json is no file" in capsys.readouterr().err
 
 
 def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path) -> None:

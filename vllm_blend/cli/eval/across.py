@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.command import command_parser, results_folder
 from vllm_blend.cli.eval.runs import Run, What, read_runs
 from vllm_blend.cli.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.cli.eval.tables import interval, number, percent, table
@@ -119,7 +119,7 @@ def _values(method: str, what: What) -> Column:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__, "across")
     parser.add_argument("what", choices=("methods", "kl", "lost", "recovered", "plot"))
-    parser.add_argument("folders", type=Path, nargs="+", help="of eval run --output")
+    parser.add_argument("folders", type=results_folder, nargs="+", help="of eval run --output")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="columns, or rows")
     parser.add_argument("--of", default="reuse", help="recovered: the method that loses (reuse)")
     parser.add_argument("--policies", nargs="+", default=["hkvd", "ahead"], help="plot: a line each")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from vllm_blend.cli.eval.across import grid
-from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.command import command_parser, results_folder
 from vllm_blend.cli.eval.runs import Run, read_runs
 
 
@@ -25,7 +24,7 @@ def differences(one: str, two: str, what: Literal["kl", "score"], run: Run) -> d
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__, "compare")
-    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("folders", type=results_folder, nargs="+", help="of eval run --output")
     parser.add_argument("--methods", nargs="+", required=True, metavar="ONE TWO", help="pairs")
     parser.add_argument("--what", nargs="+", choices=("kl", "score"), default=["kl", "score"])
     options = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.command import command_parser, data_file
 from vllm_blend.cli.eval.data import Example, read_examples
 from vllm_blend.cli.eval.methods import BEHIND, PLAIN, split_behind
 from vllm_blend.cli.eval.synthetic import KINDS, synthetic
@@ -32,7 +32,7 @@ def examples_parser(description: str | None, command: str | None = None) -> argp
     """Options of a run over examples, whatever methods it compares."""
     parser = command_parser(description, command)
     parser.add_argument(
-        "--data", type=Path, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
+        "--data", type=data_file, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
     )
     parser.add_argument("--limit", type=int, help="examples (default: all)")
     parser.add_argument("--skip", type=int, default=0, help="of them, leave out the first ones (0)")

@@ -6,9 +6,8 @@ vllm-blend eval worst .out/wikimqa .out/musique --method hkvd@0.16 --count 5
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from vllm_blend.cli.eval.command import command_parser
+from vllm_blend.cli.eval.command import command_parser, results_folder
 from vllm_blend.cli.eval.runner import Result, read_results
 
 
@@ -28,7 +27,7 @@ def worst(results: Sequence[Result], method: str, count: int) -> list[tuple[Resu
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__, "worst")
-    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("folders", type=results_folder, nargs="+", help="of eval run --output")
     parser.add_argument("--method", default="hkvd@0.16")
     parser.add_argument("--count", type=int, default=5, help="examples, over all folders (5)")
     options = parser.parse_args(argv)
