@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
 
 import numpy as np
 from harness import hardware, print_table

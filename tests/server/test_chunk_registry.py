@@ -114,9 +114,18 @@ class Chunks(RuleBasedStateMachine):
         for chunk in self.known.take_discards():
             assert chunk_key(chunk) not in self.known
 
+    @rule(nth=st.integers(0, 9))
+    def fetch(self, nth: int) -> None:
+        """A tier brings a chunk, which may be here or on its way already."""
+        some = [*self.known.all(), *self.known.all_coming()]
+        if some:
+            assert self.known.reserve(some[nth % len(some)][1]) is None
+
     @invariant()
     def both_sides_agree(self) -> None:
         chunks = self.known
+        listed = [*chunks._chunks.values(), *chunks._coming.values()]
+        assert chunks.num_tokens == sum(len(chunk.token_ids) for chunk in listed)
         assert chunks.num_tokens <= CAPACITY
         assert set(chunks._chunks) <= set(self.kv._chunks)
         extra = set(self.kv._chunks) - set(chunks._chunks) - set(chunks._coming)

@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from vllm_blend.core.kv import KVShape
@@ -55,6 +56,29 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
     }
     assert [ask[0] for ask in asked] == [key] and not found.take_commands(()).fetch
     assert (len(found), chunks.num_tokens) == (0, 50)
+
+
+@pytest.mark.parametrize("come", [False, True], ids=["on its way", "here"])
+def test_a_fetched_chunk_that_a_prefill_brings_takes_its_room_once(come: bool) -> None:
+    """Two copies of its size would be counted, and one of them dropped: then blending stops, since room
+    is looked for where there is none."""
+    chunks, found = known_and_fetches()
+    now = time.monotonic()
+    waiting = Waiting(BlendRequest(spans=((0, 50),), paced=True), now)
+    assert waiting.advance(now, True, True) is State.ASK
+    found.wait(waiting, [CHUNK])
+    ((key, *_),) = found.take_commands(()).fetch
+    assert chunks.reserve(CHUNK) == key  # a request's own prefill is to bring it
+    if come:
+        chunks.commit(key)
+    found.answer(key, found=True)
+    if not come:
+        chunks.commit(key)
+    assert chunks.get(CHUNK) == key and not chunks.take_drops()
+    assert chunks.num_tokens == 50 and chunks.reserve(CHUNK) is None
+    chunks.evict(key)
+    assert chunks.num_tokens == 0
+    assert chunks.reserve(ChunkIds("", tuple(range(1000)), (1,))) is not None  # all the room
 
 
 def test_what_is_too_short_to_be_found_is_not_learned() -> None:

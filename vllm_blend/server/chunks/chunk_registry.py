@@ -166,19 +166,23 @@ class ChunkRegistry:
         """Makes room for a chunk that is to come.
 
         Returns:
-            Its key; None if there is no room, or if it is on its way already, or being deleted.
+            Its key; None if there is no room, or if it is here or on its way already, or being deleted.
         """
-        if chunk_key(new) in self._coming or chunk_key(new) in self._deleted:
+        key = chunk_key(new)
+        if self.expects(key) or key in self._deleted:
             return None
         size = len(new.token_ids)
         if self.max_tokens - self.num_tokens + self._free_tokens < size:
             return None
         while self.max_tokens - self.num_tokens < size:
             self.evict(self._victim())
-        key = chunk_key(new)
         self._coming[key] = new
         self._count(new, size)
         return key
+
+    def expects(self, key: ChunkKey) -> bool:
+        """Whether a chunk is here, or room was made for it."""
+        return key in self._chunks or key in self._coming
 
     def coming(self, key: ChunkKey) -> ChunkIds | None:
         """A chunk that room was made for and that is not here yet."""

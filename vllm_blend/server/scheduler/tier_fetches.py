@@ -288,15 +288,15 @@ class Fetches:
         """The model's process has the chunk now, or cannot have it."""
         chunk = self._pending.pop(key, None)
         if chunk is None:
-            if found and key not in self._chunks:
+            if found and not self._chunks.expects(key):
                 self._chunks.refuse(key)  # nobody wants it any more
             return
         if found:
             self._askers.forget(key)
-            if self._chunks.reserve(chunk) is None:
-                self._chunks.refuse(key)
-            else:
+            if self._chunks.reserve(chunk) is not None:
                 self._chunks.commit(key)
+            elif not self._chunks.expects(key):  # a request's own prefill may bring it meanwhile
+                self._chunks.refuse(key)
         else:
             self._below.remove(chunk.shelf, key)
             if key not in self._to_compute:

@@ -185,7 +185,9 @@ class ChunkCache:
                 if key in self._chunks:
                     self._chunks[key] = kv
                     self.memory.free(key)
-            self._chunks |= {key: kv for key, kv in fetched.items() if kv is not None}
+            for key, found in fetched.items():
+                if found is not None:
+                    self._chunks.setdefault(key, found)  # a prefill may have brought it meanwhile
             events.fetched = {key: kv is not None for key, kv in fetched.items()}
             events.located = self.tiers.located()
             if events.located:
