@@ -301,6 +301,30 @@ def test_an_engine_rests_before_it_does_what_nobody_asked_for(
     assert request.plan.key == key
 
 
+def test_it_rests_longer_each_time_that_requests_come_before_it_is_done(
+    background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, begun = 100.0, 0
+    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    bring(background, known, 100)
+    for _ in range(60):  # a request a second, which takes no time
+        background.start(idle=False)
+        now += 0.99
+        requests = background.start(idle=True)
+        begun += len(requests)
+        now += 0.01
+        for request_id in background.give_up():
+            background.finish(request_id)
+    assert begun == 2  # after 0.25 and 0.5 s; then it rests for a second
+    now += background_prefill.LONGEST_REST_S
+    (request,) = background.start(idle=True)
+    complete(background, request.request_id)
+    bring(background, known, 200)
+    background.start(idle=False)
+    now += 0.26
+    assert background.start(idle=True)  # it was done in time, so it rests no longer
+
+
 def test_what_nobody_asked_for_is_given_up_when_requests_come(
     background: BackgroundPrefill, known: ChunkRegistry
 ) -> None:

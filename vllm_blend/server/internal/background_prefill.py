@@ -29,7 +29,11 @@ STEP_SECONDS = 0.1
 
 REST_S = 0.25
 """How long an engine has had no requests when it begins with what nobody asked for: a client that asks
-again as soon as it is answered does not wait for that."""
+again as soon as it is answered does not wait for that. Twice as long after each time that requests came
+before it was done."""
+
+LONGEST_REST_S = 8.0
+"""So a client that asks once a second makes it begin a few times, and not each time."""
 
 MIN_WINDOW = 128
 """Tokens of a chunk that such a step computes at least."""
@@ -81,7 +85,8 @@ class BackgroundPrefill:
         self._running: dict[str, CollectPlan] = {}
         self._paid: dict[str, int] = {}  # of these; tokens taken from the credit for all that they need
         self._spare: set[str] = set()  # of these; for chunks that were not reused yet
-        self._busy_at = -REST_S
+        self._interrupted = 0  # times in a row that such a chunk was given up
+        self._busy_at = -LONGEST_REST_S
         self._idle = True
         self.stalled = False
 
@@ -171,7 +176,8 @@ class BackgroundPrefill:
         self._idle = idle
         if not idle:
             self._busy_at = time.monotonic()
-        rested = idle and time.monotonic() >= self._busy_at + REST_S
+        rest_s = min(REST_S * 2**self._interrupted, LONGEST_REST_S)
+        rested = idle and time.monotonic() >= self._busy_at + rest_s
         if self._running or (found := self._next(rested)) is None:
             return []
         queue, key, chunk = found
@@ -207,6 +213,9 @@ class BackgroundPrefill:
             plan = self._running[name]
             assert plan.key is not None and plan.chunk is not None
             self._unused.add(plan.key, plan.chunk)
+        if names:
+            self._spare.clear()
+            self._interrupted = min(self._interrupted + 1, 16)
         return names
 
     def _next(self, rested: bool) -> tuple[FairQueue, ChunkKey, ChunkIds] | None:
@@ -259,7 +268,9 @@ class BackgroundPrefill:
         """The request has ended; its chunk does not come any more."""
         plan = self._running.pop(request_id)
         self._paid.pop(request_id, None)
-        self._spare.discard(request_id)
+        if request_id in self._spare:  # and was not given up
+            self._spare.remove(request_id)
+            self._interrupted = 0
         assert plan.key is not None and plan.chunk is not None
         if not plan.scored and self.chunks.coming(plan.key) is not None:
             self.chunks.cancel(plan.key)
