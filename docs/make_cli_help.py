@@ -6,9 +6,15 @@ python docs/make_cli_help.py --check    # exits with 1 if it is not up to date
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ.pop("FORCE_COLOR", None)  # all of these are read when typer is imported
+os.environ.pop("GITHUB_ACTIONS", None)
+os.environ.pop("PY_COLORS", None)
+os.environ["COLUMNS"] = os.environ["TERMINAL_WIDTH"] = "100"
 
 import typer.main
 from click.testing import CliRunner
@@ -16,7 +22,6 @@ from click.testing import CliRunner
 from vllm_blend.cli.app import app
 
 PATH = Path(__file__).with_name("cli_help.md")
-TERMINAL = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "FORCE_COLOR": None, "GITHUB_ACTIONS": None}
 WRONG_CALLS = {
     "demo": "--recomp-ratio 8",
     "serve": "MODEL --settings '{\"recomp_ratio\": 8}'",
@@ -50,9 +55,7 @@ def commands() -> Iterator[str]:
 
 def said(arguments: str) -> tuple[str, int]:
     """What a call prints, to both outputs, and its exit code."""
-    result = CliRunner().invoke(
-        typer.main.get_command(app), arguments, prog_name="vllm-blend", env=TERMINAL
-    )
+    result = CliRunner().invoke(typer.main.get_command(app), arguments, prog_name="vllm-blend")
     lines = [line.rstrip() for line in result.output.strip("\n").splitlines()]
     return "\n".join(lines).strip("\n"), result.exit_code
 
