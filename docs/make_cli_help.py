@@ -29,7 +29,7 @@ WRONG_CALLS = {
     "try": "MODEL nowhere.jsonl",
     "warm": "passages.jsonl",
     "simulate": "nowhere.jsonl MODEL",
-    "report": "http://127.0.0.1:1",
+    "report": "",
     "bench serve": "nowhere.jsonl",
     "store ls": "nowhere",
     "store stat": "redis://127.0.0.1:none/0",
