@@ -11,7 +11,18 @@ import httpx
 import pytest
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler, with_known_chunks
 from engines import SeveralRanks, make_llm, tiny_model
-from serving import chat, connect, reported, reset_prefix_cache, sample, serving, text_of, warm, xargs
+from serving import (
+    chat,
+    connect,
+    disk,
+    reported,
+    reset_prefix_cache,
+    sample,
+    serving,
+    text_of,
+    warm,
+    xargs,
+)
 
 from vllm_blend.core.step import MAX_FAILURES
 
@@ -136,6 +147,27 @@ def test_messages_that_a_rank_loses(engine: SeveralRanks, rank: int, stage: str)
     assert engine.tell("is_open") == [True, True]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_operation_that_a_rank_cannot_do(engine: SeveralRanks, rank: int) -> None:
+    """The operator is told, no rank's answer is left for the next question, and serving goes on."""
+    (prompt, other), field, (full, plain) = with_known_chunks(engine, "static")
+    field |= {"recomp_ratio": 1.0}
+    core = engine.llm.llm_engine.engine_core.engine_core
+    engine.tell("fail_at", rank, "vllm_blend.server.worker.chunk_cache:ChunkCache.apply", 1)
+    start, end = field["spans"][0]
+    with pytest.raises(RuntimeError, match=f"rank {rank}: MemoryError: none left"):
+        core.blend_operation("delete", {"tenant": "", "pieces": [prompt[start:end]]})
+    assert sum(engine.tell("mend")) >= 1 and engine.tell("is_open") == [True, True]
+    for _ in range(3):
+        scheduler(engine).reset_prefix_cache()
+        found, beside = outputs(engine, [prompt, other], [field, None])
+        drain(engine)
+        assert answer(found) == full and answer(beside) == plain
+    assert report(found)["reused_tokens"] == 300 and not report(found)["why_not"]
+    known = sorted(key for key, _ in scheduler(engine).blend_chunks.all())
+    assert engine.tell("chunks") == [known, known]
+
+
 @pytest.mark.parametrize("policy", ["static", "ahead*static"])
 def test_ranks_that_choose_differently_take_the_first_ones_rows(
     engine: SeveralRanks, policy: str
@@ -187,8 +219,15 @@ def test_a_server_whose_second_rank_fails(
     for path in smollm2.glob("*token*"):
         shutil.copy(path, model)
     arguments = (*("--tensor-parallel-size", "2"), "--worker-extension-cls", "failing_worker.Faults")
-    expected = ("MemoryError: none left", "NewsFailed: MemoryError: none left")
-    with serving(model, tmp_path, {}, arguments, tracebacks=expected, policy="static") as url:
+    key = {"file": str(tmp_path / "key")}
+    (tmp_path / "key").write_text("the operator's key")
+    expected = (  # the first of each kind: a step; what the model tells; what the operator asked
+        *("MemoryError: none left", "NewsFailed: MemoryError: none left"),
+        *("what the operator asked for failed", "RankFailed: rank 1: MemoryError: none left"),
+        "Invocation of blend_operation method failed",
+    )
+    settings = dict(policy="static", operator_key=key)
+    with serving(model, tmp_path, disk(tmp_path), arguments, tracebacks=expected, **settings) as url:
         client = connect(url)
 
         def ask() -> tuple[str, dict[str, Any]]:
@@ -205,6 +244,24 @@ def test_a_server_whose_second_rank_fails(
             found = httpx.post(f"{url}/collective_rpc", json=dict(method="mend"), timeout=60).json()
             return sum(map(int, found["results"]))
 
+        def delete(*texts: str) -> httpx.Response:
+            asked, bearer = {"texts": list(texts)}, {"Authorization": "Bearer the operator's key"}
+            return httpx.post(f"{url}/blend/delete", json=asked, headers=bearer, timeout=60)
+
+        def goes_on(texts: list[str], full: str) -> None:
+            """The chunks are forgotten, kept again, reused; all answers are full prefill's."""
+            for number in range(30):
+                reset_prefix_cache(url)
+                extra = xargs({"report": True, "recomp_ratio": 1.0})
+                found = chat(client, texts, sample(1)[1], **extra)
+                assert text_of(found) == full
+                told = reported(found)
+                if number > 2 and told["reused_tokens"] and not told["why_not"]:
+                    break
+            else:
+                raise AssertionError(told)
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+
         fail_at("server.worker.chunk_cache:ChunkCache.distances", 1)  # one chunk gets no scores
         warm(client, *sample(1))
         blended, _ = ask()
@@ -217,9 +274,18 @@ def test_a_server_whose_second_rank_fails(
 
         mend()
         fail_at("server.worker.chunk_cache:ChunkCache.collect_events", 1)  # what the model tells
-        for _ in range(3):  # the chunks are forgotten, kept again, and reused
-            reset_prefix_cache(url)
-            found = chat(client, *sample(1), **xargs({"report": True, "recomp_ratio": 1.0}))
-            assert text_of(found) == full
-        assert reported(found)["reused_tokens"] and not reported(found)["why_not"]
+        goes_on(sample(1)[0], full)
         assert mend() > 1
+
+        texts = [*sample(1)[0], sample(2)[0][0]]  # the last is looked for: a command, with a step
+        full = text_of(chat(client, texts, sample(1)[1], **xargs("off")))
+        fail_at("server.worker.chunk_cache:ChunkCache.apply", 1)  # what the model is told
+        goes_on(texts, full)
+        assert mend() > 1
+
+        fail_at("server.worker.chunk_cache:ChunkCache.apply", 1)  # what the operator asks between steps
+        told = delete(texts[-1])
+        assert told.status_code == 500 and "rank 1: MemoryError: none left" in told.text
+        goes_on(texts, full)
+        assert mend() > 1
+        assert delete(texts[-1]).json()["engines"][0]["deleted"]

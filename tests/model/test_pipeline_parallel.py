@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler, with_known_chunks
 from engines import Engine, SeveralRanks, make_llm, tiny_model
 
@@ -83,7 +84,8 @@ def told(engine: Any) -> dict[str, Any]:
         for label, output in zip((name, f"beside {name}"), both, strict=True):
             note(label, output)
         counts = report(both[0])
-        found[f"report of {name}"] = [counts[key] for key in ("reused_tokens", "recomputed_tokens")]
+        keys = ("reused_tokens", "recomputed_tokens", "recomputed_spans")
+        found[f"report of {name}"] = [counts[key] for key in keys]
     return found
 
 
@@ -116,6 +118,25 @@ def test_two_stages_answer_as_one_rank(one_rank: dict[str, Any], stages: Several
 def test_two_stages_of_two_ranks_answer_as_one(one_rank: dict[str, Any], model: Path) -> None:
     with several_ranks(model, pipeline_parallel_size=2, tensor_parallel_size=2) as engine:
         compare(one_rank, told(engine))
+
+
+@pytest.mark.covers("pipeline parallelism", backend="XFORMERS", family="llama")
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_as_stages_answer_as_one(model: Path) -> None:
+    options: dict[str, Any] = dict(
+        attention_backend="XFORMERS",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.1,
+        additional_config={"vllm_blend": SETTINGS},
+    )
+    with make_llm(model, enable_prefix_caching=True, **options) as llm:
+        engine = Engine(llm, model)
+        drain(engine)
+        one = told(engine)
+    with several_ranks(model, pipeline_parallel_size=2, **options) as stages:
+        compare(one, told(stages))
 
 
 FAILURES = {

@@ -141,6 +141,7 @@ def test_a_chunk_of_which_a_rank_lost_its_part_is_computed_again(answers: list[d
     one, first, second = [found["stats"] for found in answers]
     assert one["hits.disk"] == first["hits.disk"] == 4
     assert (second["hits.disk"], second["misses.absent"], second["writes.disk"]) == (3, 1, 1)
+    assert first["writes.disk"] == 1  # of the same computation
     assert answers[1]["again"] == answers[1]["hkvd"]
 
 

@@ -13,6 +13,7 @@ from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, CollectPlan
 from vllm_blend.core.static_scores import movement, scores_of
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
+from vllm_blend.server.chunks.fair_queue import MIN_TOKENS
 from vllm_blend.server.internal import background_prefill
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.worker.chunk_cache import ChunkCache
@@ -279,6 +280,39 @@ def bring(background: BackgroundPrefill, known: ChunkRegistry, start: int) -> by
     known.commit(key)
     background.came(key, chunk)
     return key
+
+
+def test_what_waits_to_be_scored_is_in_memory(
+    background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that come and go, again and again, would fill the queues of an engine that is never idle;
+    those that are in memory then would not be scored once it is."""
+    monkeypatch.setattr(background_prefill, "REST_S", 0.0)
+    queues = background._unscored, background._unused
+    for number in range(10_000):  # two of 40 tokens have room
+        key = bring(background, known, 100 + 100 * (number % 5))
+        if number % 2:
+            background.used(key)
+        here = {chunk_key(chunk) for queue in queues for chunk in queue}
+        assert here == set(known._chunks)
+        assert sum(queue.num_tokens for queue in queues) == MIN_TOKENS * len(here)
+    (request,) = background.start(idle=True)
+    assert request.plan.key == key and request.plan.scored
+    background.finish(request.request_id)
+    known.clear()
+    assert (background.num_waiting, background.start(idle=True)) == (0, [])
+
+
+def test_a_chunk_that_is_dropped_while_it_is_scored_does_not_wait_again(
+    background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_prefill, "REST_S", 0.0)
+    key = bring(background, known, 100)
+    (request,) = background.start(idle=True)
+    known.evict(key)
+    assert background.give_up() == [request.request_id]
+    background.finish(request.request_id)
+    assert background.num_waiting == 0
 
 
 def test_an_engine_rests_before_it_does_what_nobody_asked_for(

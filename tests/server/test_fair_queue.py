@@ -42,6 +42,14 @@ def test_a_full_queue_makes_room_for_those_with_less() -> None:
     assert add(queue, "long", 0, 9 * MIN_TOKENS) == [chunk_key(chunk_of("long", 0, 9 * MIN_TOKENS))]
 
 
+def test_a_chunk_that_is_in_it_already_takes_no_more_room() -> None:
+    queue = FairQueue(2 * MIN_TOKENS)
+    assert [add(queue, "one", 0) for _ in range(3)] == [[]] * 3
+    assert (len(queue), queue.num_tokens) == (1, MIN_TOKENS)
+    queue.pop()
+    assert (len(queue), queue.num_tokens, add(queue, "one", 1)) == (0, 0, [])
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(1, 3000)), max_size=60),
     st.data(),

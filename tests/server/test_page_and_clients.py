@@ -78,6 +78,8 @@ def test_streams_tell_what_answers_tell(url: str, way: str) -> None:
     report = last["blend"]
     reused = [end - start for start, end, state in report["spans"] if state == "reused"]
     assert report["chunks"] == len(reused) > 0 and report["reused_tokens"] == sum(reused)
+    again = report["recomputed_spans"]
+    assert sum(end - start for start, end in again) == report["recomputed_tokens"] > 0
     *_, sign = ask([texts[1], texts[0], texts[2]], True, marks)
     told = sign.model_extra["kv_transfer_params"]["blend"]
     assert set(told) == {"reused_tokens", "recomputed_tokens"}
@@ -139,11 +141,23 @@ def test_documents_are_asked_twice_and_what_was_computed_is_shown(page: Browser,
     assert re.fullmatch(r"· \d+\.\d×", page["#gain"].text)
     counts = {key: int(page[f"#{key}"].text) for key in ("reused", "recomputed", "cached", "fresh")}
     assert 0 < counts["recomputed"] < counts["reused"]
+    for state in ("recomputed", "cached", "fresh"):
+        painted = [part.get_attribute("title") for part in page.all(f"#tokens .{state}")]
+        assert sum(int(title.split()[0]) for title in painted) == counts[state], state
+    strip = "\n".join(part.get_attribute("title") for part in page.all("#strip span"))
+    assert sum(map(int, re.findall(r", (\d+) of them recomputed", strip))) == counts["recomputed"]
+    colours = set()
+    for scheme in ("light", "dark"):
+        page.emulate(prefers_color_scheme=scheme)
+        for state in ("reused", "recomputed"):
+            colours.add(page[f"#tokens .{state}"].value_of_css_property("background-color"))
+    assert len(colours) == 4
     told = re.findall(r" · (\d+) tokens, reused", "\n".join(states))
     assert 0 <= counts["reused"] - sum(map(int, told)) < 20  # the blank lines between two
     prompt = page["#tokens"].get_property("textContent")
     assert own in prompt and prompt.startswith("<|im_start|>system")
-    assert any(own in part.get_property("textContent") for part in page.all("#tokens .reused"))
+    parts = page.all("#tokens .reused, #tokens .recomputed")
+    assert own in "".join(part.get_property("textContent") for part in parts)
 
 
 def test_the_page_and_the_api_give_one_answer(page: Browser, url: str) -> None:

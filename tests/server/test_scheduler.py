@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engines import Engine, make_engine
 from vllm.exceptions import VLLMValidationError
 
 from vllm_blend.attention.cpu import CPUBlendImpl
+from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.model import probe
 from vllm_blend.model.active_rows import ActiveRows
@@ -516,6 +518,65 @@ def test_what_else_a_step_holds_does_not_change_the_choice(
     assert [answer(output) for output in together] == alone
     assert len(chosen) == (4 if budget > 130 else 12)
     assert all(len(choices) == 1 for choices in chosen.values())
+
+
+@pytest.mark.parametrize("policy", [None, "static", "hkvd"])
+@pytest.mark.parametrize("budget", [330, 96])
+def test_a_report_names_the_rows_that_were_recomputed(
+    server: Engine, monkeypatch: pytest.MonkeyPatch, policy: str | None, budget: int
+) -> None:
+    """Those of one window, and of several: what the model's own results say of each step."""
+    prompt, spans = prompt_of(server, [71, 72, 73])
+    other, places = prompt_of(server, [74, 75])
+    chosen = {"recomp_ratio": 0.16} | ({"policy": policy} if policy else {})
+    fields: list[Any] = [{"spans": each} | chosen for each in (spans, places)]
+    outputs(server, [prompt, other], fields)
+    drain(server)
+    state, computed = scheduler(server), set[int]()
+    stock = CacheFuseMetadata.record
+
+    def record(flags: CacheFuseMetadata, results: Any) -> None:
+        stock(flags, results)
+        computed.update(flags["imp_indices"].tolist())
+
+    with steps_of(server, budget, state.max_num_running_reqs):
+        state.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheFuseMetadata, "record", record)
+            (found,) = outputs(server, [prompt], [fields[0] | REPORT])
+        told = report(found)
+        rows = [at for start, end in told["recomputed_spans"] for at in range(start, end)]
+        assert told["spans"] == [[*span, "reused"] for span in spans]
+        reused = {at for span in spans for at in range(*span)}
+        assert set(rows) == computed & reused and rows == sorted(set(rows))
+        assert len(rows) == told["recomputed_tokens"] > 0
+        assert computed - reused  # the question's too
+        assert all(end < start for (_, end), (start, _) in pairwise(told["recomputed_spans"]))
+
+        state.reset_prefix_cache()
+        both = outputs(server, [prompt, other], [field | REPORT for field in fields])
+        assert report(both[0])["recomputed_spans"] == told["recomputed_spans"]
+        for start, end in report(both[1])["recomputed_spans"]:
+            assert any(first <= start < end <= last for first, last in places)
+
+
+def test_rows_are_named_for_those_who_ask(server: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, spans = prompt_of(server, [76, 77])
+    events: list[Any] = []
+    stock = scheduler(server).blend_reports.blended
+    monkeypatch.setattr(
+        scheduler(server).blend_reports, "blended", lambda done: events.append(done) or stock(done)
+    )
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    for field in ({}, REPORT):
+        scheduler(server).reset_prefix_cache()
+        events.clear()
+        (found,) = outputs(server, [prompt], [{"spans": spans} | field])
+        assert bool(events[0].recomputed_spans) == ("recomputed_spans" in report(found)) == bool(field)
+    # nothing of a prompt that is computed in full
+    (plain,) = outputs(server, [server.ids(40, 78)], [REPORT])
+    assert report(plain)["recomputed_spans"] == []
 
 
 @pytest.mark.parametrize("budget", [37, 96, 160])

@@ -13,12 +13,14 @@ import torch
 
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkIds
-from vllm_blend.server.chunks.chunk_contexts import Contexts
+from vllm_blend.core.prompt import TokenIds
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.request import BlendRequest
 from vllm_blend.server.scheduler.lookup import Lookup
 from vllm_blend.server.scheduler.tier_fetches import Fetches
+from vllm_blend.server.scheduler.tier_waits import TierWaits
 from vllm_blend.server.scheduler.waiting import State, Waiting
 from vllm_blend.server.worker.tier_io import TierIO
 from vllm_blend.store import ModelKey
@@ -79,6 +81,26 @@ def test_a_fetched_chunk_that_a_prefill_brings_takes_its_room_once(come: bool) -
     chunks.evict(key)
     assert chunks.num_tokens == 0
     assert chunks.reserve(ChunkIds("", tuple(range(1000)), (1,))) is not None  # all the room
+
+
+@pytest.mark.parametrize("harvested", [HARVESTED, HARVESTED_FIRST], ids=["later", "first"])
+def test_what_a_prefill_computed_is_not_computed_by_itself(harvested: TokenIds) -> None:
+    """What stands for its context is no token: a model that is asked for it fails."""
+    chunks = ChunkRegistry(1000)
+    background = BackgroundPrefill(chunks, 1000, 1.0, lambda request_id, *_: request_id)
+    contexts = CONTEXTS._replace(harvest=True)
+    found = Fetches(chunks, background, contexts)
+    lookup = Lookup(chunks, background, found, contexts, 10, 1000)
+    times: Any = SimpleNamespace(done=True)
+    waits = TierWaits(found, lookup, contexts, times, 10)
+    request = BlendRequest(spans=((0, 50),), auto=True, paced=True)
+    waiting = Waiting(request, time.monotonic(), "one")
+    found.claim("")
+    found.claimed("", [ChunkIds("", tuple(range(100, 150)), harvested)])
+    waits.advance(waiting, "", [*IDS, *range(100, 150), 7])
+    ((key, _),) = found.take_commands(()).fetch
+    found.answer(key, found=False)  # its tier has just dropped it
+    assert (background.num_waiting, len(found), len(background.askers)) == (0, 0, 0)
 
 
 def test_what_is_too_short_to_be_found_is_not_learned() -> None:

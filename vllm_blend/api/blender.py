@@ -379,11 +379,18 @@ class Blender:
         return context[:-size] if size and context[-size:] == self.stand_in else context
 
     def _look_up(self, chunks: Sequence[tuple[TokenIds, TokenIds]]) -> list[Chunk]:
-        """What the store has of these contexts and token ids."""
+        """What the store has of these contexts and token ids, on all ranks.
+
+        A part that another rank lacks is removed: all parts of a chunk come from one computation.
+        """
         if self.store is None:
             return []
-        found = self.store.get_many([self.key(ids, context) for context, ids in chunks])
+        keys = [self.key(ids, context) for context, ids in chunks]
+        found = self.store.get_many(keys)
         all_ranks_have = tensor_parallel.all_reduce_min([kv is not None for kv in found])
+        for key, kv, there in zip(keys, found, all_ranks_have, strict=True):
+            if kv is not None and not there:
+                self.store.purge(key)
         return [
             Chunk(ids, kv, context, self.adapter)
             for (context, ids), kv, there in zip(chunks, found, all_ranks_have, strict=True)

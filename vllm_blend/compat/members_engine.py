@@ -303,6 +303,7 @@ READ: Mapping[str, tuple[Member, ...]] = {
         Member("engine.arg_utils", "EngineArgs.additional_config"),
         Member("renderers.registry", "RENDERER_REGISTRY.renderers"),
         Member("v1.engine.input_processor", "InputProcessor.vllm_config"),
+        Member("v1.engine.output_processor", "OutputProcessor.request_states"),
         *each(_ENGINE, "EngineCore", "scheduler", "model_executor"),
         Member("v1.executor.abstract", "Executor.is_sleeping"),
         *each("config.scheduler", "SchedulerConfig", "scheduler_cls", "async_scheduling"),

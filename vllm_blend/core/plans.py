@@ -48,6 +48,7 @@ class BlendPlan:
     ``timed``: measure its stages (``core/stage_clock.py``).
     ``harvest``: parts of the prompt whose KV is kept as this prefill computes it; outside of ``spans``.
     ``adapter``: digest of the LoRA adapter that computed the KV; empty: the base model.
+    ``tells_rows``: tell which of its tokens are recomputed (``core/window_news.py``).
     """
 
     spans: tuple[ChunkSpan, ...]
@@ -55,6 +56,7 @@ class BlendPlan:
     timed: bool = False
     harvest: tuple[CollectPlan, ...] = ()
     adapter: str = ""
+    tells_rows: bool = False
 
     @cached_property
     def made(self) -> dict[str, torch.Tensor]:
@@ -133,6 +135,7 @@ class KeyedPlan:
     settings: BlendSettings = field(default_factory=BlendSettings)
     timed: bool = False
     harvest: tuple[CollectPlan, ...] = ()
+    tells_rows: bool = False
 
 
 class Collected(Protocol):

@@ -126,12 +126,15 @@ class Blended:
         position: of the window's first token in the prompt.
         reused: tokens with stored KV.
         recomputed: those of them that were computed nevertheless.
+        recomputed_spans: where these stand in the prompt, ``[start, end)``, ascending, without gaps;
+            empty where the client did not ask.
     """
 
     request_id: str
     position: int
     reused: int
     recomputed: int
+    recomputed_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(eq=False)

@@ -23,8 +23,9 @@ from vllm_blend.core.cache_fuse_metadata import CacheFuseMetadata
 from vllm_blend.core.kv import KVShape
 from vllm_blend.core.settings import asked_layers
 from vllm_blend.core.stage_clock import StageClock
-from vllm_blend.core.step import Blended, BlendStep, StepRequest
+from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
+from vllm_blend.core.window_news import WindowNews
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard, places_of
 from vllm_blend.model.adapter_rows import with_adapters
@@ -99,7 +100,7 @@ class Blending:
         self.loop: LayerLoop | None = None
         self.graphs: RunsRows | None = None
         self.clocks: list[StageClock] = []
-        self.blended: list[Blended] = []
+        self.blended: list[WindowNews] = []
         self.in_flight = InFlight()
         self.shift = 0
         self.watch: Callable[[rows.Hidden], None] | None = None
@@ -248,12 +249,9 @@ class Blending:
             self._frame = None
             frame.let_go()
         output = guard.attempt(lambda: self._finished(frame, inputs, hidden, chosen), hidden)
+        now.blended = guard.attempt(lambda: _news_of(frame), [])
         guard.agree()
         now.clock, now.choice = frame.clock, digest_of_choice(chosen)
-        now.blended = [
-            Blended(r.request_id, r.position, r.num_chunk_rows, len(frame.kept.get(r, ())))
-            for r in step.blended
-        ]
         return output
 
     def _ask(
@@ -378,7 +376,7 @@ class Blending:
                 self._collecting = now
             now.layer(layer.index, layer.rotation, key, value)
 
-    def take_blended(self) -> list[Blended]:
+    def take_blended(self) -> list[WindowNews]:
         """What was done since this was last called."""
         blended, self.blended = self.blended, []
         return blended
@@ -388,6 +386,12 @@ class Blending:
         self.in_flight.release()
         clocks, self.clocks = self.clocks, []
         return clocks
+
+
+def _news_of(frame: ActiveRows) -> list[WindowNews]:
+    """What a step did, once all of it is launched; of pipeline stages vLLM hears the last one alone."""
+    none, is_heard = torch.empty(0, dtype=torch.int64), pipeline.is_last_stage()
+    return [WindowNews(r, frame.kept.get(r, none), is_heard) for r in frame.step.blended]
 
 
 def _known(value: T | None) -> T:

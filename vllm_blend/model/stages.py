@@ -18,8 +18,9 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.core import pipeline
 from vllm_blend.core.stage_clock import StageClock
-from vllm_blend.core.step import Blended, BlendStep, StepRequest
+from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.core.tensor_parallel import broadcast_rank0
+from vllm_blend.core.window_news import WindowNews
 from vllm_blend.model.guard import digest
 from vllm_blend.model.rows import Hidden, Inputs, placed
 
@@ -47,7 +48,7 @@ class StageRun:
     output: Hidden | None = None
     error: Exception | None = None
     choice: int = 0
-    blended: list[Blended] = field(default_factory=list)
+    blended: list[WindowNews] = field(default_factory=list)
     clock: StageClock | None = None
 
     @property

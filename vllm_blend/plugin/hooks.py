@@ -22,7 +22,8 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``EngineArgs.from_cli_args``   wrapped, so that an engine that is to blend knows the chat template of
     its server. vLLM's configuration of an engine has no word of it.
     Goes when it has.
-``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused.
+``OutputProcessor.process_outputs``   wrapped, so that the API server counts what was reused, and keeps
+    what only a request's first output tells with vLLM's ``RequestState``.
     Goes when an engine's plugin can send figures of its own to the API server's metrics.
 ``EngineCore.blend_operation``   added, so that the API server can ask the engine what an operator asks
     (``operations.py``).
@@ -34,7 +35,7 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``OpenAIServingCompletion.completion_stream_generator``   wrapped, so that streams tell what was reused.
     Goes when vLLM's streams have ``kv_transfer_params``, as its other answers do.
 ``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
-    no request waits for.
+    no request waits for, and that its process ends soon (``process_end.py``).
     Goes when vLLM tells its scheduler of a shutdown.
 ``EngineCore.collective_rpc``, ``EngineCore.wake_up``, ``EngineCore.reset_prefix_cache``   wrapped: the
     model's weights may be others afterwards (``weights.py``).
@@ -60,6 +61,7 @@ from vllm_blend.compat.engine_access import model_of, register_model
 from vllm_blend.compat.support import check_policy, report_unsupported, why_unsupported
 from vllm_blend.core.cache_fuse_metadata import flagged_plan
 from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, CollectPlan
+from vllm_blend.plugin.process_end import end_without_collection
 from vllm_blend.plugin.step_requests import batch_of, begin, prefills_of
 from vllm_blend.plugin.worker_messages import with_messages
 from vllm_blend.server.config import CONFIG_KEY, ServerSettings
@@ -171,6 +173,7 @@ def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
             report_unsupported(worker.vllm_config, blending.unsupported)
     if blending is not None and ServerSettings.of(worker.vllm_config) is not None:
         note_weights(worker)
+        end_without_collection()
     return result
 
 
@@ -301,7 +304,7 @@ def _check_adapter(request: Any, plan: BlendPlan | CollectPlan, blending: Blendi
 
 def _count_reports(stock: Any, processor: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     """Takes the engine's figures from the outputs, but where the client asked for them."""
-    count_reports(outputs)
+    count_reports(outputs, processor.request_states)
     return stock(processor, outputs, *args, **kwargs)
 
 
@@ -310,6 +313,7 @@ def _stop_background(stock: Any, core: Any) -> Any:
     stop = getattr(core.scheduler, "stop_background", None)
     if stop is not None and not core.is_running():
         stop()
+        end_without_collection()
     return stock(core)
 
 

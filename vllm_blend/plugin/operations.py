@@ -6,10 +6,18 @@ returns what JSON can hold.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm_blend.compat.engine_access import model_of
 from vllm_blend.server.messages import WorkerCommands
+
+logger = logging.getLogger("vllm.vllm_blend")
+
+
+class RankFailed(RuntimeError):
+    """What an operator asked for failed on a rank."""
 
 
 def operate(core: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +29,16 @@ def operate(core: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: if there is none of that name.
+        RankFailed: if a rank failed; all chunks in memory are then forgotten.
     """
+    try:
+        return _operate(core, name, values)
+    except RankFailed as error:
+        core.scheduler.failed(error)  # the ranks may know different chunks now
+        raise
+
+
+def _operate(core: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
     scheduler, executor = core.scheduler, core.model_executor
     operations = scheduler.blend_operations
     found: dict[str, Any]
@@ -33,28 +50,51 @@ def operate(core: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
         case "delete":
             chunks = operations.variants(values["tenant"], values["pieces"])
             found = operations.delete(chunks)
-            executor.collective_rpc(apply, args=(WorkerCommands(discard=tuple(chunks)),))
+            _ask(executor, apply, WorkerCommands(discard=tuple(chunks)))
         case "delete_tenant":
             found = operations.delete_tenant(values["tenant"])
             contexts = list(scheduler.blend_internal.contexts.known)
-            executor.collective_rpc(purge_tenant, args=(values["tenant"], contexts))
+            _ask(executor, purge_tenant, values["tenant"], contexts)
         case "verify":
-            ranks = [set(keys) for keys in executor.collective_rpc(whole)]
+            ranks = [set(keys) for keys in _ask(executor, whole)]
             found = operations.verify(set.intersection(*ranks))
         case "warm":
             found = operations.warm(values["tenant"], values["pieces"])
         case "switch":
-            executor.collective_rpc(switch, args=(values["on"],))
+            _ask(executor, switch, values["on"])
             scheduler.switch_blending(values["on"])
             found = {"blending": values["on"]}
         case _:
             raise ValueError(f"no operation {name!r}")
     if commands := scheduler.take_blend_commands():  # an idle engine makes no step that takes them
-        executor.collective_rpc(apply, args=(commands,))
+        _ask(executor, apply, commands)
     return found
 
 
+def _ask(executor: Any, do: Callable[..., Any], *args: Any) -> list[Any]:
+    """What each rank returns.
+
+    Raises:
+        RankFailed: if one of them raised, once all have answered: where one raises, vLLM's executor
+            leaves the answers of those behind it unread, and takes them for those to its next question.
+    """
+    told = executor.collective_rpc(attempt, args=(do, args))
+    failures = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(told) if error is not None]
+    if failures:
+        raise RankFailed("; ".join(failures))
+    return [result for result, _ in told]
+
+
 # --- in each rank ---------------------------------------------------------------------------------
+
+
+def attempt(worker: Any, do: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str | None]:
+    """What ``do`` returns, or the error that it raises."""
+    try:
+        return do(worker, *args), None
+    except Exception as error:
+        logger.exception("vllm_blend: what the operator asked for failed.")
+        return None, f"{type(error).__name__}: {error}"
 
 
 def apply(worker: Any, commands: WorkerCommands) -> None:

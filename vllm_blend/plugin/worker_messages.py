@@ -19,6 +19,8 @@ from vllm_blend.server.messages import EVENTS, WorkerCommands, WorkerEvents
 
 if TYPE_CHECKING:
     from vllm_blend.core.stage_clock import StageClock
+    from vllm_blend.core.step import Blended
+    from vllm_blend.core.window_news import WindowNews
     from vllm_blend.model.blending import Blending
 
 logger = logging.getLogger("vllm.vllm_blend")
@@ -86,13 +88,23 @@ def _events(worker: Any, blending: Blending) -> Callable[[], WorkerEvents] | Non
 
     def events() -> WorkerEvents:
         found = collected or WorkerEvents()
-        found.blended, found.prefilled, found.closed = blended, prefilled, closed
+        found.blended = [_read(window) for window in blended]
+        found.prefilled, found.closed = prefilled, closed
         found.forgotten = forgotten
         for clock in clocks:
             found.seconds |= _seconds(clock)
         return found
 
     return events
+
+
+def _read(window: WindowNews) -> Blended:
+    """What a step did of a window; without its rows where a GPU's copy of them cannot be read."""
+    try:
+        return window.read()
+    except Exception:
+        logger.exception("vllm_blend: which rows a step recomputed could not be read.")
+        return window.counts
 
 
 def _seconds(clock: StageClock) -> dict[str, dict[str, float]]:

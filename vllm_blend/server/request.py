@@ -37,6 +37,10 @@ APPROXIMATE = "blended"
 REPORT_KEY = "blend"
 """The key of an output's ``kv_transfer_params`` that holds what was reused."""
 
+ROWS_KEY = "recomputed_spans"
+"""The key of a report that holds which tokens were recomputed, ``[start, end)``; of a request's first
+output alone, since it may be long; the API server keeps it for the others."""
+
 SIZES = frozenset(
     ("stored_chunks", "stored_bytes", "store_hits", "store_misses")
     + ("computed_chunks", "waiting_chunks", "evicted_chunks")

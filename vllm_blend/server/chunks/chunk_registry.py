@@ -82,6 +82,7 @@ class ChunkRegistry:
 
     Attributes:
         on_evict: called with a chunk that is dropped for others.
+        on_remove: called with the key of a chunk that is not here any more, whatever the cause.
     """
 
     def __init__(self, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,6 +99,7 @@ class ChunkRegistry:
         self._deleted: set[ChunkKey] = set()  # but in use, or on their way
         self._to_discard: list[ChunkIds] = []
         self.on_evict: Callable[[ChunkKey, ChunkIds], None] = lambda key, chunk: None
+        self.on_remove: Callable[[ChunkKey], None] = lambda key: None
         self._indexes: dict[tuple[str, TokenIds], SequenceIndex] = {}
 
     def __len__(self) -> int:
@@ -309,6 +311,7 @@ class ChunkRegistry:
         self._deleted.discard(key)
         self._count(chunk, -len(chunk.token_ids))
         self._to_drop.append(key)
+        self.on_remove(key)
 
     def _hide(self, key: ChunkKey) -> None:
         """A chunk is not found by content any more."""

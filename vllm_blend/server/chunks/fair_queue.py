@@ -39,7 +39,9 @@ class FairQueue:
         return key in self._chunks
 
     def add(self, key: ChunkKey, chunk: ChunkIds) -> list[ChunkKey]:
-        """Takes a chunk in; returns those that are dropped for want of room, perhaps this one."""
+        """Takes a chunk in, once; returns those that are dropped for want of room, perhaps this one."""
+        if key in self._chunks:
+            return []
         size, held = _size(chunk), self._held.get(chunk.tenant, 0)
         dropped: list[ChunkKey] = []
         while self.num_tokens + size > self.max_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from vllm_blend.server.frontend import metrics
 from vllm_blend.server.request import (
     APPROXIMATE,
     REPORT_KEY,
+    ROWS_KEY,
     SIZES,
     SPANS_KEY,
     WHY_NOT_KEY,
@@ -177,10 +179,13 @@ def _can_blend(request: Any) -> bool:
     return True
 
 
-def count_reports(outputs: list[Any]) -> None:
+def count_reports(outputs: list[Any], states: Mapping[str, Any]) -> None:
     """Counts the engine's reports; leaves in the outputs what clients are told.
 
     A client that asked has its report, any other whose request was blended a ``sign``.
+
+    Args:
+        states: vLLM's ``RequestState`` of each unfinished request, by its id.
     """
     for output in outputs:
         params = output.kv_transfer_params
@@ -190,11 +195,21 @@ def count_reports(outputs: list[Any]) -> None:
         labels = report.pop("labels", ())
         if report.pop("counts", False):
             metrics.count(report, labels)
-        told = report if report.pop("asked", False) else sign(report)
+        asked = report.pop("asked", False)
+        told = _with_rows(report, states.get(output.request_id)) if asked else sign(report)
         if not report.pop("tells_sizes", False):
             told = {key: value for key, value in told.items() if key not in SIZES}
         rest = {key: value for key, value in params.items() if key != REPORT_KEY}
         output.kv_transfer_params = (rest | {REPORT_KEY: told} if told else rest) or None
+
+
+def _with_rows(report: dict[str, Any], state: Any) -> dict[str, Any]:
+    """A report with what only the first one of its request tells; any may be the last."""
+    if state is None:  # it was aborted
+        return report
+    if ROWS_KEY in report:
+        state.blend_rows = report[ROWS_KEY]
+    return report | {ROWS_KEY: getattr(state, "blend_rows", [])}
 
 
 def _refusal(message: str) -> Exception:

@@ -73,9 +73,11 @@ def add_operator_routes(app: FastAPI, settings: ServerSettings) -> None:
             raise Refused(403, "this is not the operator's key")
 
     async def ask(operation: str, **values: Any) -> Any:
-        engines = await app.state.blend_engine.engine_core.call_utility_all_async(
-            "blend_operation", operation, values
-        )
+        core = app.state.blend_engine.engine_core
+        try:
+            engines = await core.call_utility_all_async("blend_operation", operation, values)
+        except Exception as error:  # the engine's log has its traceback
+            raise Refused(500, str(error)) from error
         return {"engines": engines}
 
     def cut(texts: list[str]) -> list[list[int]]:

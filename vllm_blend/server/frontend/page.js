@@ -231,8 +231,9 @@ async function explain(field, report, signal) {
   const tokens = decoded((await (await call("tokenize", asked, signal)).json()).token_strs);
   const states = tokens.map(() => "fresh");
   for (const [start, end, state] of report?.spans ?? []) states.fill(state, start, end);
-  const share = report?.reused_tokens ? report.recomputed_tokens / report.reused_tokens : 0;
-  show(tokens, states, share);
+  const paint = [...states];
+  for (const [start, end] of report?.recomputed_spans ?? []) paint.fill("recomputed", start, end);
+  show(tokens, states, paint);
   const count = state => states.filter(s => s === state).length;
   at("reused").textContent = report?.reused_tokens ?? 0;
   at("recomputed").textContent = report?.recomputed_tokens ?? 0;
@@ -250,8 +251,8 @@ function notice(report) {
   return why;
 }
 
-/** Paints the tokens, the strip, and each document's state. */
-function show(tokens, states, share) {
+/** Paints the tokens, the strip, and each document's state; `paint` also tells recomputed from reused tokens. */
+function show(tokens, states, paint) {
   const places = [], starts = [];
   let text = "";
   for (const token of tokens) { starts.push(text.length); text += token; }
@@ -264,18 +265,21 @@ function show(tokens, states, share) {
     const inside = states.map((_, i) => i).filter(within);
     places.push({ first: inside[0], last: inside.at(-1) + 1, state: states[inside[inside.length >> 1]] });
   }
-  at("tokens").replaceChildren(...runs(0, tokens.length, states, states).map(([lo, hi]) =>
-    make("span", { className: states[lo], textContent: tokens.slice(lo, hi).join("") })));
+  at("tokens").replaceChildren(...runs(0, tokens.length, paint, paint).map(([lo, hi]) =>
+    make("span", { className: paint[lo], title: counted(hi - lo, paint[lo]), textContent: tokens.slice(lo, hi).join("") })));
   const owner = [];
   states.forEach((_, i) => { // white space after a document is its own
     const found = places.findIndex(p => p.first <= i && i < p.last);
     owner.push(found < 0 && i && !tokens[i].trim() ? owner[i - 1] : found);
   });
-  at("strip").style.setProperty("--share", `${100 * share}%`);
   at("strip").replaceChildren(...runs(0, tokens.length, states, owner).map(([lo, hi]) => {
     const part = make("span", { className: states[lo], textContent: owner[lo] < 0 || hi - lo < 4 ? "" : owner[lo] + 1,
-      title: `${hi - lo} tokens, ${states[lo]}` });
+      title: counted(hi - lo, states[lo]) });
     part.style.flexGrow = hi - lo;
+    const again = runs(lo, hi, paint, paint).filter(([start]) => paint[start] === "recomputed");
+    if (!again.length) return part;
+    part.title += `, ${again.reduce((sum, [start, end]) => sum + end - start, 0)} of them recomputed`;
+    part.append(marks(hi - lo, again.map(([start, end]) => [start - lo, end - lo])));
     return part;
   }));
   at("strip").setAttribute("aria-label", places.map((p, i) => `Document ${i + 1}: ${p.state}`).join("; "));
@@ -285,6 +289,16 @@ function show(tokens, states, share) {
     label.className = `state ${state}`;
     label.textContent += ` · ${last - first} tokens, ${state === "cached" ? "in the prefix cache" : state}`;
   });
+}
+
+const counted = (number, state) => `${number} ${number === 1 ? "token" : "tokens"}, ${state}`;
+
+/** A band with marks where spans of `width` tokens are; narrow ones blend into a tone, where boxes would round to pixels. */
+function marks(width, spans) {
+  const band = at("band").content.firstElementChild.cloneNode(true);
+  band.setAttribute("viewBox", `0 0 ${width} 1`);
+  band.firstElementChild.setAttribute("d", spans.map(([start, end]) => `M${start} 0H${end}V1H${start}Z`).join(""));
+  return band;
 }
 
 /** [start, end) of the stretches within which both lists stay the same. */

@@ -70,6 +70,7 @@ class BackgroundPrefill:
         scoring: Callable[[ChunkIds], TokenIds | None] = lambda chunk: None,
     ) -> None:
         self.chunks = chunks
+        chunks.on_remove = self._gone
         self.max_tokens = max_tokens
         self.share = share
         self.credit = 0.0  # tokens that may be computed now
@@ -79,8 +80,9 @@ class BackgroundPrefill:
         self.window = 2 * MIN_WINDOW
         self._make_request = make_request
         self._scoring = scoring
+        # of chunks that are in memory
         self._unscored = FairQueue(MAX_WAITING_TOKENS)
-        self._unused = FairQueue(MAX_WAITING_TOKENS)  # unscored, and not reused yet
+        self._unused = FairQueue(MAX_WAITING_TOKENS)  # and not reused yet
         self._waiting = FairQueue(MAX_WAITING_TOKENS)
         self._running: dict[str, CollectPlan] = {}
         self._paid: dict[str, int] = {}  # of these; tokens taken from the credit for all that they need
@@ -150,8 +152,13 @@ class BackgroundPrefill:
         nothing of the share for that until it is reused, since most may never come back."""
         mine = any(plan.key == key for plan in self._running.values())
         self.num_computed += mine
-        if self._scoring(chunk) is not None:
+        if self._scoring(chunk) is not None and key in self.chunks:  # else it is deleted already
             (self._unscored if mine else self._unused).add(key, chunk)
+
+    def _gone(self, key: ChunkKey) -> None:
+        """A chunk is not here any more, so that there is nothing to score."""
+        self._unscored.remove(key)
+        self._unused.remove(key)
 
     def used(self, key: ChunkKey) -> None:
         """A known chunk is reused."""
@@ -212,7 +219,8 @@ class BackgroundPrefill:
         for name in names:
             plan = self._running[name]
             assert plan.key is not None and plan.chunk is not None
-            self._unused.add(plan.key, plan.chunk)
+            if plan.key in self.chunks:
+                self._unused.add(plan.key, plan.chunk)
         if names:
             self._spare.clear()
             self._interrupted = min(self._interrupted + 1, 16)
@@ -223,10 +231,8 @@ class BackgroundPrefill:
         if (found := self._waiting.first()) is not None:
             return self._waiting, *found
         for queue in (self._unscored, self._unused) if rested else (self._unscored,):
-            while (found := queue.first()) is not None:
-                if found[0] in self.chunks:
-                    return queue, *found
-                queue.pop()  # dropped meanwhile
+            if (found := queue.first()) is not None:
+                return queue, *found
         return None
 
     def _context(self, chunk: ChunkIds, queue: FairQueue) -> TokenIds:

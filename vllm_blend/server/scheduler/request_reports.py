@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_blend.core.plans import KeyedPlan, KeyedSpan
 from vllm_blend.core.step import Blended
-from vllm_blend.server.request import REPORT_KEY, sign
+from vllm_blend.server.request import REPORT_KEY, ROWS_KEY, sign
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -92,6 +92,8 @@ class Reports:
             "counts": True,
             "labels": self._labels,
         }
+        if asked:
+            report[ROWS_KEY] = []
         self._reports[request_id] = report
         if plan is not None:
             self._plans[request_id] = plan
@@ -147,6 +149,7 @@ class Reports:
         if told:  # in every output, since any may be the last that a client gets
             output.kv_transfer_params = (output.kv_transfer_params or {}) | {REPORT_KEY: told}
         report["counts"] = False
+        report.pop(ROWS_KEY, None)  # may be long: the API server has it now
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -164,6 +167,7 @@ class Reports:
         if plan is not None:
             report["cached_chunks"] = sum(span.end <= cached for span in plan.spans)
             if report["asked"]:
+                report[ROWS_KEY] = _rows(windows)
                 report["spans"] = _spans(plan.spans, cached, bool(reused))
             if reused:
                 report["chunks"] = len(plan.spans) - report["cached_chunks"]
@@ -197,6 +201,23 @@ def _spans(spans: Sequence[KeyedSpan], cached: int, blended: bool) -> list[list[
             found.append([span.start, min(span.end, cached), "cached"])
         if blended and span.end > cached:
             found.append([max(span.start, cached), span.end, "reused"])
+    return found
+
+
+def _rows(windows: Sequence[Blended]) -> list[list[int]]:
+    """``[start, end)`` of the tokens that were recomputed, of windows that follow one another; after a
+    preemption one may begin within the one before."""
+    found: list[list[int]] = []
+    for window in windows:
+        while found and found[-1][0] >= window.position:
+            found.pop()
+        if found:
+            found[-1][1] = min(found[-1][1], window.position)
+        for start, end in window.recomputed_spans:
+            if found and found[-1][1] == start:
+                found[-1][1] = end
+            else:
+                found.append([start, end])
     return found
 
 

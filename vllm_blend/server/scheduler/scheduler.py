@@ -185,8 +185,9 @@ class BlendScheduler(Switching, Connected):
             settings = replace(settings, recomp_ratio=decision.ratio)
         elif decision is not None and waited is not None and any(waited.tiers):
             spans, why = [], decision.reason
-        timed = blend_request.report or bool(self.log_stats)
-        whole = KeyedPlan(tuple(spans), settings, timed, tuple(found.harvest))
+        asked = blend_request.report
+        timed = asked or bool(self.log_stats)
+        whole = KeyedPlan(tuple(spans), settings, timed, tuple(found.harvest), tells_rows=asked)
         owner = f"{self._num_weights} {tenant}"
         plan = self.blend_plans.give(request, whole, owner)
         for span in spans:
@@ -200,7 +201,7 @@ class BlendScheduler(Switching, Connected):
             harvested=found.num_harvested if spans else 0,
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
-            asked=blend_request.report,
+            asked=asked,
             decided=waited.told if waited is not None else None,
         )
         if waited is not None and (seconds := waited.seconds(time.monotonic())) is not None:

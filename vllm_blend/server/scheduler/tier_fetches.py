@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.server.chunks.askers import ANSWERED
-from vllm_blend.server.chunks.chunk_contexts import Contexts
+from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
 from vllm_blend.server.chunks.fair_queue import FairQueue
 from vllm_blend.server.chunks.shared_index import SharedIndex
@@ -82,14 +82,15 @@ class Fetches:
         """Asks for a chunk; None if it is being computed, or here, already, or too many wait.
 
         Args:
-            compute: where it is not to be had, it is computed in the background.
+            compute: where it is not to be had, it is computed in the background; but not one that
+                a request's prefill computed, whose context is not known as tokens.
         """
         key = chunk_key(chunk)
         if key in self._background or key in self._chunks:
             self._background.add(chunk, request_id)  # it waits for it too
             return None
         self._askers.ask(key, request_id)
-        if compute:
+        if compute and chunk.context not in (HARVESTED, HARVESTED_FIRST):
             self._to_compute.add(key)
         if key not in self._pending and key not in self._to_ask:
             dropped = self._to_ask.add(key, chunk)

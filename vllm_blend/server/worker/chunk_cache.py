@@ -84,7 +84,9 @@ class ChunkCache:
             spans.append(ChunkSpan(span.start, tokens, exact=span.exact))
         if not spans and not plan.harvest:
             return None
-        return BlendPlan(tuple(spans), plan.settings, plan.timed, plan.harvest)
+        return BlendPlan(
+            tuple(spans), plan.settings, plan.timed, plan.harvest, tells_rows=plan.tells_rows
+        )
 
     def collect(self, plan: CollectPlan, shape: KVShape, device: torch.device) -> None:
         """Gives a plan a place for the K and V that come from ``device``.

@@ -1,0 +1,65 @@
+"""Quantized weights on a GPU (FLASH_ATTN): the identities, within what their kernels round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engines import Engine, make_engine, relative_error, tiny_model
+from quantize import FORMATS
+from test_quantized import QUESTION, first_logits, last_logits
+
+pytestmark = pytest.mark.gpu
+
+RATIOS = (0.0, 0.16, 1.0)
+SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
+"""Multiples of 64 and 128, which the kernels for four bits want."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of narrower weights than others': it does not amplify rounding."""
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"), initializer_range=0.04, **SIZES)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def weights(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    quantized = FORMATS[request.param](folder, tmp_path_factory.mktemp("quantized"))
+    dtype = "float16" if "GPTQ" in request.param else "bfloat16"  # GPTQ's kernels without Marlin
+    with make_engine(quantized, dtype=dtype) as engine:
+        yield engine
+
+
+def error(engine: Engine, kvs: list[list[torch.Tensor]], ratio: float, policy: str) -> float:
+    """Of a blended prompt's logits, against full prefill's."""
+    prompt, full = first_logits(engine)
+    with engine.blending(kvs, QUESTION, recomp_ratio=ratio, policy=policy):
+        return relative_error(last_logits(engine, prompt), full)
+
+
+def collected(engine: Engine) -> list[list[torch.Tensor]]:
+    return engine.collect(first_logits(engine)[0])
+
+
+@pytest.mark.covers("weights: {weights}", backend="FLASH_ATTN", family="llama")
+@pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
+def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy: str) -> None:
+    exact = collected(weights)
+    errors = [error(weights, exact, ratio, policy) for ratio in RATIOS]
+    print(f"{policy}: {errors}")
+    assert max(errors) < 0.04  # as on a CPU
+
+
+def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:
+    wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in collected(weights)]
+    assert error(weights, wrong, 0.0, "random") > 0.1
+
+
+def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine) -> None:
+    torch.manual_seed(0)
+    noise = [[torch.randn_like(t) for t in layer] for layer in collected(weights)]
+    assert error(weights, noise, 1.0, "random") < 0.02
