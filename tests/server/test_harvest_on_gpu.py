@@ -77,3 +77,33 @@ def test_the_second_request_reuses_what_the_first_computed(
         scheduler(engine).reset_prefix_cache()
         (again,) = outputs(engine, [mixed], [{"spans": places} | REPORT])
         assert report(again)["reused_tokens"] == 400
+
+
+def test_of_what_is_kept_few_layers_are_on_the_gpu_at_once(tmp_path: Path) -> None:
+    """A prompt's chunks go to host memory layer by layer, and nothing of them stays behind."""
+    layers, size, count = 16, 1000, 4
+    folder = tiny_model("qwen3", tmp_path, num_hidden_layers=layers, max_position_embeddings=8192)
+    settings = {"vllm_blend": {"ram_gb": 1, "policy": "random", "stand_in": ""}}
+    options: dict[str, Any] = dict(max_model_len=8192, max_num_batched_tokens=8192, max_num_seqs=8)
+    with make_engine(folder, dtype="bfloat16", additional_config=settings, **options) as engine:
+        drain(engine)
+
+        def memory(numbers: list[int], kept: bool) -> tuple[int, int]:
+            """What a prompt's prefill takes beyond what was there, at most and afterwards."""
+            prompt, spans = prompt_of(engine, numbers, size=size)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            outputs(engine, [prompt], [{"spans": spans} if kept else None])
+            drain(engine)
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+        memory([1, 2, 3, 4], kept=True)  # what is made at first use
+        plain, _ = memory([5, 6, 7, 8], kept=False)
+        found, left = memory([9, 10, 11, 12], kept=True)
+        assert len(engine.model.blending.chunks) >= 2 * count
+        shape = engine.model.blending.kv_shape
+        num_bytes = 2 * math.prod(shape.of(size * count)) * shape.dtype.itemsize  # K and V of a layer
+        print(f"{(found - plain) / num_bytes:.1f} layers, {left / num_bytes:.1f} left")
+        assert found - plain < 5 * num_bytes and left < num_bytes
