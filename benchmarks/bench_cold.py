@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import random
 import re
@@ -120,6 +121,8 @@ def start_both(
 ) -> tuple[dict[str, str], dict[str, psutil.Process]]:
     """Starts a stock and a blending server; their addresses and processes."""
     urls, processes = {}, {}
+    # a server that is stopped for minutes in the middle of a step is not to take that for a failure
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")
     for kind, arguments, environment in (
         ("stock", [], {"VLLM_PLUGINS": ""}),
         ("blend", ["--additional-config", config], plugin_environment(folder)),
