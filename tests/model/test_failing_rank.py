@@ -248,15 +248,15 @@ def test_a_server_whose_second_rank_fails(
             asked, bearer = {"texts": list(texts)}, {"Authorization": "Bearer the operator's key"}
             return httpx.post(f"{url}/blend/delete", json=asked, headers=bearer, timeout=60)
 
-        def goes_on(texts: list[str], full: str) -> None:
+        def goes_on(texts: list[str], full: str, least: int = 4, most: int = 30) -> None:
             """The chunks are forgotten, kept again, reused; all answers are full prefill's."""
-            for number in range(30):
+            for number in range(1, most + 1):
                 reset_prefix_cache(url)
                 extra = xargs({"report": True, "recomp_ratio": 1.0})
                 found = chat(client, texts, sample(1)[1], **extra)
                 assert text_of(found) == full
                 told = reported(found)
-                if number > 2 and told["reused_tokens"] and not told["why_not"]:
+                if number >= least and told["reused_tokens"] and not told["why_not"]:
                     break
             else:
                 raise AssertionError(told)
@@ -274,7 +274,7 @@ def test_a_server_whose_second_rank_fails(
 
         mend()
         fail_at("server.worker.chunk_cache:ChunkCache.collect_events", 1)  # what the model tells
-        goes_on(sample(1)[0], full)
+        goes_on(sample(1)[0], full, 3, 3)
         assert mend() > 1
 
         texts = [*sample(1)[0], sample(2)[0][0]]  # the last is looked for: a command, with a step

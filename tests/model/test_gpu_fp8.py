@@ -1,8 +1,7 @@
 """A paged cache in e4m3 on a GPU (FLASH_ATTN): the identities, within what eight bits are off.
 
-That is measured on vLLM's own path: how far full prefill over such a cache is from itself where K and V
-differ in the last bit of their sixteen. Most of those bits are lost in eight; some decide which way a
-value is rounded, by a sixteenth of it.
+That is measured on vLLM's own path: how far full prefill over such a cache is from full prefill over
+one of the model's type.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from vllm_blend.store.fp8 import Fp8Layers
 
 pytestmark = pytest.mark.gpu
 
-NEAR = 1.5
-"""Of fp8's own noise; one distance of that kind is up to 1.5 times the root mean square of several."""
-
 
 @dataclass
 class Plain:
     """What the engine with a cache of the model's type gives.
 
     Attributes:
+        logits: after each prompt, ``[1, vocab_size]``.
         first_layer: K and V of the first prompt's layer 0, which no cache has touched.
         received: what the first prompt's question gives to the tokens before it.
         token_bytes: of a token in a layer's cache.
         num_blocks: of the cache.
     """
 
+    logits: list[torch.Tensor]
     first_layer: list[torch.Tensor]
     received: torch.Tensor
     token_bytes: float
@@ -81,6 +79,7 @@ def plain(
 ) -> Plain:
     with make_engine(smollm2, **options) as engine:
         return Plain(
+            full_prefill(engine, prompts),
             [tensor.cpu() for tensor in engine.collect(prompts[0])[0]],
             received(engine, prompts[0], question),
             token_bytes(engine),
@@ -101,19 +100,17 @@ def full(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def noise(engine: Engine, full: list[torch.Tensor], prompts: list[list[int]]) -> float:
-    """Root mean square distance of full prefill to itself, with other last bits each time."""
-    exact = torch.cat(full)
-    assert distance(full_prefill(engine, prompts), exact) == 0  # the same each time, if nothing differs
-    found = []
-    for seed in range(8):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flash_attn, "reshape_and_cache_flash", other_last_bits(seed))
-            found.append(distance(full_prefill(engine, prompts), exact))
-    noise = (sum(one**2 for one in found) / len(found)) ** 0.5
-    print(f"fp8's own noise: {noise:.2e} of {', '.join(f'{one:.2e}' for one in found)}")
-    assert 0.005 < noise < 0.5
-    return noise
+def noise(full: list[torch.Tensor], plain: Plain) -> float:
+    """Distance that eight bits alone make."""
+    found = distance(full, torch.cat(plain.logits))
+    print(f"fp8 alone: {found:.2e}")
+    assert 0.005 < found < 0.5
+    return found
+
+
+def mean(distances: list[float]) -> float:
+    """Their root mean square."""
+    return float((sum(one**2 for one in distances) / len(distances)) ** 0.5)
 
 
 def other_last_bits(seed: int) -> Callable[..., None]:
@@ -190,7 +187,32 @@ def test_exact_kv_is_full_prefill(
     settings = dict(question=question, recomp_ratio=ratio, policy=policy)
     found = distance_to(full, engine, prompts, engine.collect, **settings)
     print(f"{policy} {ratio}: {found:.2e} ({noise:.2e})")
-    assert found < NEAR * noise
+    assert found < noise
+
+
+def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
+    engine: Engine,
+    prompts: list[list[int]],
+    question: list[int],
+    full: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the mean: stored K is rounded to its type once more, so that some last bits are others."""
+    exact, to_itself = torch.cat(full), []
+    assert distance(full_prefill(engine, prompts), exact) == 0  # the same each time, if nothing differs
+    for seed in range(8):
+        with monkeypatch.context() as patch:
+            patch.setattr(flash_attn, "reshape_and_cache_flash", other_last_bits(seed))
+            to_itself.append(distance(full_prefill(engine, prompts), exact))
+    found = [
+        distance_to(
+            full, engine, prompts, engine.collect, question=question, recomp_ratio=r, policy=policy
+        )
+        for policy in ("random", "hkvd", "ahead*static")
+        for r in (0.0, 0.16, 1.0)
+    ]
+    print(f"exact KV {mean(found):.3f}, full prefill to itself {mean(to_itself):.3f}")
+    assert mean(found) < mean(to_itself)
 
 
 def test_any_kv_at_ratio_one_is_full_prefill(
@@ -202,7 +224,7 @@ def test_any_kv_at_ratio_one_is_full_prefill(
 ) -> None:
     wrong = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompts[0])]
     settings = dict(question=question, recomp_ratio=1.0)
-    assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < NEAR * noise
+    assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < noise
 
 
 def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
@@ -224,7 +246,7 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     ]
     print(f"at 0, 0.5 and 1: {errors} ({noise:.2e})")
     assert errors[0] > errors[1] > errors[2]
-    assert errors[0] > NEAR * noise  # so the identities above are not true of any KV
+    assert errors[0] > 1.3 * noise  # so the identities above are not true of any KV
     after = [tensor for kvs in alone.values() for layer in kvs for tensor in layer]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
@@ -258,7 +280,7 @@ def test_kv_kept_in_eight_bits_is_as_near(
         return [list(kept.layer(index)) for index in range(len(layers))]
 
     settings = dict(question=question, recomp_ratio=0.16, policy="random")
-    assert distance_to(full, engine, prompts, narrowed, **settings) < NEAR * noise
+    assert distance_to(full, engine, prompts, narrowed, **settings) < 1.5 * noise
 
 
 def test_the_questions_attention_is_read_from_the_cache(
