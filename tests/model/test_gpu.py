@@ -359,6 +359,7 @@ def test_stored_kv_may_lie_anywhere(
             rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens), copies)
             for index, layer in enumerate(kv.layers):
                 rows.write(index, 0, *layer)
+                rows.end_layer(index)
             copies.join().synchronize()
             return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)

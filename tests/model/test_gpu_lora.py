@@ -43,6 +43,7 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     options = OPTIONS | dict(dtype="float16", max_num_seqs=16, enforce_eager=request.param == "eager")
+    options |= dict(gpu_memory_utilization=0.3)
     with make_engine(folder, **options) as engine:
         yield engine
 

@@ -30,7 +30,7 @@ def weights(
 ) -> Iterator[Engine]:
     quantized = FORMATS[request.param](folder, tmp_path_factory.mktemp("quantized"))
     dtype = "float16" if "GPTQ" in request.param else "bfloat16"  # GPTQ's kernels without Marlin
-    with make_engine(quantized, dtype=dtype) as engine:
+    with make_engine(quantized, dtype=dtype, gpu_memory_utilization=0.3) as engine:
         yield engine
 
 

@@ -250,6 +250,7 @@ def test_chunks_that_were_never_reused_are_scored_by_an_idle_engine_alone(
 ) -> None:
     """Those that clients' prefills brought: traffic that never comes back must not pay for them."""
     monkeypatch.setattr(background_prefill, "REST_S", 0.0)
+    monkeypatch.setattr(background_prefill, "GAP_S", 0.0)
     kept = [ChunkIds("", tuple(range(at, at + 40)), BEFORE) for at in (100, 200)]
     keys = []
     for chunk in kept:
@@ -313,6 +314,36 @@ def test_a_chunk_that_is_dropped_while_it_is_scored_does_not_wait_again(
     assert background.give_up() == [request.request_id]
     background.finish(request.request_id)
     assert background.num_waiting == 0
+
+
+def test_between_two_requests_an_engine_is_not_idle(
+    background: BackgroundPrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk is not begun there, nor gone on with; what is paid for goes on."""
+    now = 100.0
+    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    background.add(FIRST)
+    assert not background.start(idle=False)
+    now += 0.9 * background_prefill.GAP_S
+    assert not background.start(idle=True)
+    now += 0.2 * background_prefill.GAP_S
+    (request,) = background.start(idle=True)
+    name = request.request_id
+    assert background.room(name, 100, 50, running=True) == 50
+    background.start(idle=False)
+    background.stalled = False
+    assert background.room(name, 100, 50, running=True) == 0
+    background.stalled = True  # the last step had nothing to compute
+    background.start(idle=True)
+    assert background.room(name, 100, 50, running=True) == 0
+    now += 1.1 * background_prefill.GAP_S
+    background.start(idle=True)
+    assert background.room(name, 100, 50, running=True) == 50
+    background.start(idle=False)
+    background.stalled, background.credit = False, 100.0
+    assert background.room(name, 100, 50, running=True) == 50
+    background.start(idle=True)
+    assert background.room(name, 100, 50, running=True) == 50
 
 
 def test_an_engine_rests_before_it_does_what_nobody_asked_for(

@@ -110,7 +110,8 @@ def test_finding_known_tokens(min_tokens: int, pattern: str) -> None:
         for size in (num_tokens, 300, 40):
             index.add(size, Windows.of(tokens_of(size)))
         windows = Windows.of(tokens_of(num_tokens))
-        prompt = Windows(windows.tokens.view(Compared), windows.hashes)
+        prompt = Windows(windows.tokens.view(Compared))
+        prompt.hashes = windows.hashes
         Compared.compared = 0
         count = calls(lambda: index.find(prompt, min_tokens))
         return count, Compared.compared

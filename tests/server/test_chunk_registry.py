@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from background import complete
 from hypothesis import settings
@@ -12,6 +13,7 @@ from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkIds, CollectPlan, KeyedPlan, KeyedSpan
 from vllm_blend.server.chunks.chunk_registry import IDLE_S, ChunkRegistry, chunk_key
 from vllm_blend.server.chunks.token_index import Windows
+from vllm_blend.server.internal import background_prefill
 from vllm_blend.server.internal.background_prefill import MIN_WINDOW, BackgroundPrefill
 from vllm_blend.server.messages import WorkerCommands
 from vllm_blend.server.worker.chunk_cache import ChunkCache
@@ -136,7 +138,8 @@ Chunks.TestCase.settings = settings(deadline=None, max_examples=60, stateful_ste
 TestChunks = Chunks.TestCase
 
 
-def test_the_budget_bounds_what_is_computed_beside_requests() -> None:
+def test_the_budget_bounds_what_is_computed_beside_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_prefill, "GAP_S", 0.0)
     started: list[int] = []
 
     def begin(request_id: str, token_ids: list[int], plan: CollectPlan) -> str:

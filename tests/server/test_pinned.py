@@ -36,6 +36,7 @@ def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
     for index, (k, v) in enumerate(kv.layers):
         for first in range(0, kv.num_tokens, 7):
             rows.write(index, first, k[first : first + 7].clone(), v[first : first + 7].clone())
+        rows.end_layer(index)
     if copies is not None:
         copies.join().synchronize()
     return rows.kv()

@@ -22,6 +22,7 @@ from vllm_blend.model import probe
 from vllm_blend.model.active_rows import ActiveRows
 from vllm_blend.model.probe import Probing
 from vllm_blend.plugin.worker_messages import add_events
+from vllm_blend.server.internal import background_prefill
 from vllm_blend.server.messages import WorkerEvents
 from vllm_blend.server.request import SIZES
 
@@ -329,6 +330,7 @@ def test_requests_wait_for_no_more_of_a_chunk_than_a_window(
 
     engine, state = server.llm.llm_engine, scheduler(server)
     background = state.blend_internal.background
+    monkeypatch.setattr(background_prefill, "GAP_S", 0.0)
     monkeypatch.setattr(background, "took", lambda *_: None)  # windows of a size
     monkeypatch.setattr(background, "window", 300)
     monkeypatch.setattr(background, "share", 0.01)
@@ -368,6 +370,7 @@ def test_a_chunk_does_not_hold_the_blocks_that_a_request_waits_for(
 ) -> None:
     state = scheduler(server)
     background, pool = state.blend_internal.background, state.kv_cache_manager.block_pool
+    monkeypatch.setattr(background_prefill, "GAP_S", 0.0)
     monkeypatch.setattr(background, "took", lambda *_: None)
     monkeypatch.setattr(background, "window", 300)
     monkeypatch.setattr(background, "share", 0.0)

@@ -6,8 +6,10 @@ model run in different processes.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -94,6 +96,11 @@ ChunkKey = bytes
 """Names a chunk's KV in a server's model process (``server/worker/chunk_cache.py``)."""
 
 
+def digest_of(token_ids: Sequence[int]) -> bytes:
+    """16 bytes of token ids."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
 @dataclass(frozen=True)
 class ChunkIds:
     """A server's chunk by what makes it.
@@ -111,6 +118,17 @@ class ChunkIds:
     def shelf(self) -> tuple[str, tuple[int, ...]]:
         """What it has in common with others: whose they are, and what they are computed after."""
         return self.tenant, self.context
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes of the token ids."""
+        return digest_of(self.token_ids)
+
+    def after(self, context: tuple[int, ...]) -> ChunkIds:
+        """The same text, computed after something else."""
+        other = replace(self, context=context)
+        other.__dict__["digest"] = self.digest  # not computed again
+        return other
 
 
 @dataclass(frozen=True)
@@ -143,6 +161,10 @@ class Collected(Protocol):
 
     def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Takes tokens of the chunk from ``first`` on, ``[num_tokens, num_kv_heads, head_size]``."""
+        ...
+
+    def end_layer(self, layer: int) -> None:
+        """Of this layer all chunks of the step were handed over."""
         ...
 
 
@@ -235,3 +257,8 @@ class CollectPlan:
             return
         for place, rest in zip(self.kv[layer], (k, v), strict=True):
             place[first : first + len(rest)] = rest
+
+    def end_layer(self, layer: int) -> None:
+        """Of this layer all rows of the step were handed over, of other plans too."""
+        if self.into is not None:
+            self.into.end_layer(layer)

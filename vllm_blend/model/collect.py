@@ -96,6 +96,8 @@ class Collecting:
             if not self._staged and not plan.as_written:
                 k = rotation.undo_by(k, self._back(rotation, start, end - first))
             plan.write(layer, start, k, v)
+        for plan, *_ in self._parts:
+            plan.end_layer(layer)
 
     def _back(self, rotation: Rotation, start: int, count: int) -> Angles:
         """Of a run of positions, which is the same in all layers."""

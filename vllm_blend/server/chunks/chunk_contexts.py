@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_blend.core import stand_in as own_text
@@ -69,7 +68,7 @@ class Contexts(NamedTuple):
 
     def by_itself(self, chunk: ChunkIds) -> ChunkIds:
         """A chunk that was to be kept from a request's prefill, as the server computes it."""
-        return replace(chunk, context=self.first if chunk.context == HARVESTED_FIRST else self.later)
+        return chunk.after(self.first if chunk.context == HARVESTED_FIRST else self.later)
 
     def at(self, start: int, first_start: int) -> TokenIds:
         """What suits a chunk at ``start`` of a prompt whose first chunk is at ``first_start``."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from vllm_blend.core.plans import ChunkIds, ChunkKey
+from vllm_blend.core.plans import ChunkIds, ChunkKey, digest_of
 from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.token_index import Run, SequenceIndex, Windows
 
@@ -32,17 +31,14 @@ IDLE_S = 600.0
 
 def chunk_key(chunk: ChunkIds) -> ChunkKey:
     """Names a chunk within one engine: 16 bytes of its tenant, context and token ids."""
-    # the length first: else a tenant's name may read like a chunk's last tokens
-    ids = array("q", [len(chunk.token_ids), *chunk.token_ids])
-    digest = hashlib.blake2b(ids.tobytes() + _digest(chunk.context), digest_size=16)
-    digest.update(chunk.tenant.encode(errors="surrogatepass"))
-    return digest.digest()
+    parts = chunk.digest, _digest(chunk.context), chunk.tenant.encode(errors="surrogatepass")
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 @lru_cache(maxsize=16)
 def _digest(context: TokenIds) -> bytes:
     """A server has one context or two."""
-    return hashlib.blake2b(array("q", context).tobytes(), digest_size=16).digest()
+    return digest_of(context)
 
 
 def bytes_per_token(vllm_config: Any, storage: str = "auto") -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,26 +39,32 @@ class Run:
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
 class Windows:
     """A prompt's tokens, hashed once for all indexes that are asked for it.
 
     Attributes:
         tokens: ``[num_tokens]`` int32.
-        hashes: of ``tokens[i : i + WINDOW]`` for every ``i``, uint64; none where there is no window.
     """
 
-    tokens: np.ndarray
-    hashes: np.ndarray
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Windows:
-        tokens = np.asarray(token_ids, dtype=np.int32)
-        return cls(tokens, window_hashes(tokens))
+        return cls(np.asarray(token_ids, dtype=np.int32))
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Of ``tokens[i : i + WINDOW]`` for every ``i``, uint64; none where there is no window."""
+        if len(self.tokens) < WINDOW:
+            return np.zeros(0, dtype=np.uint64)
+        return np.lib.stride_tricks.sliding_window_view(_mixed(self.tokens), WINDOW) @ _POWERS
 
     def head(self, num_tokens: int) -> Windows:
         """Of the first tokens alone; not copied."""
-        return Windows(self.tokens[:num_tokens], self.hashes[: max(0, num_tokens - WINDOW + 1)])
+        head = Windows(self.tokens[:num_tokens])
+        head.hashes = self.hashes[: max(0, num_tokens - WINDOW + 1)]
+        return head
 
 
 class SequenceIndex:
@@ -91,7 +98,7 @@ class SequenceIndex:
             self.remove_oldest()
         self._sequences[key] = tokens
         self.num_tokens += len(tokens)
-        for index, value in enumerate(windows.hashes[::WINDOW].tolist()):
+        for index, value in enumerate(_indexed(tokens)):
             self._windows.setdefault(value, (key, index * WINDOW))
 
     def tokens(self, key: Hashable) -> tuple[int, ...]:
@@ -108,7 +115,7 @@ class SequenceIndex:
         if tokens is None:
             return
         self.num_tokens -= len(tokens)
-        for index, value in enumerate(window_hashes(tokens)[::WINDOW].tolist()):
+        for index, value in enumerate(_indexed(tokens)):
             if self._windows.get(value) == (key, index * WINDOW):
                 del self._windows[value]
 
@@ -145,13 +152,17 @@ class SequenceIndex:
         return runs
 
 
-def window_hashes(tokens: np.ndarray) -> np.ndarray:
-    """``Windows.hashes`` of int32 tokens."""
-    if len(tokens) < WINDOW:
-        return np.zeros(0, dtype=np.uint64)
+def _indexed(tokens: np.ndarray) -> list[int]:
+    """Of a sequence's ``hashes`` each ``WINDOW``-th, under which it is found."""
+    whole = tokens[: len(tokens) // WINDOW * WINDOW]
+    hashes: list[int] = (_mixed(whole).reshape(-1, WINDOW) @ _POWERS).tolist()
+    return hashes
+
+
+def _mixed(tokens: np.ndarray) -> np.ndarray:
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _BASE
     mixed ^= mixed >> np.uint64(29)
-    return np.lib.stride_tricks.sliding_window_view(mixed, WINDOW) @ _POWERS
+    return mixed
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:

@@ -27,6 +27,10 @@ MAX_WAITING_TOKENS = 1 << 21
 STEP_SECONDS = 0.1
 """What a step of an idle engine is to take for a chunk: a request that comes waits for its end."""
 
+GAP_S = 0.05
+"""How long an engine has had no requests when it is idle: clients that ask again as soon as they are
+answered find it free."""
+
 REST_S = 0.25
 """How long an engine has had no requests when it begins with what nobody asked for: a client that asks
 again as soon as it is answered does not wait for that. Twice as long after each time that requests came
@@ -90,6 +94,7 @@ class BackgroundPrefill:
         self._interrupted = 0  # times in a row that such a chunk was given up
         self._busy_at = -LONGEST_REST_S
         self._idle = True
+        self._in_gap = False  # between two requests, as it seems
         self.stalled = False
 
     def __len__(self) -> int:
@@ -180,12 +185,14 @@ class BackgroundPrefill:
 
         To be called before each step; ``idle``: the engine has no requests but these.
         """
-        self._idle = idle
+        now = time.monotonic()
         if not idle:
-            self._busy_at = time.monotonic()
+            self._busy_at = now
+        self._in_gap = idle and now < self._busy_at + GAP_S
+        self._idle = idle = idle and not self._in_gap
         rest_s = min(REST_S * 2**self._interrupted, LONGEST_REST_S)
-        rested = idle and time.monotonic() >= self._busy_at + rest_s
-        if self._running or (found := self._next(rested)) is None:
+        rested = idle and now >= self._busy_at + rest_s
+        if self._in_gap or self._running or (found := self._next(rested)) is None:
             return []
         queue, key, chunk = found
         context, scored = self._context(chunk, queue), queue is not self._waiting
@@ -251,6 +258,8 @@ class BackgroundPrefill:
         if not running and self._paid.get(request_id, 0) > left:  # some of its context is cached
             self.credit += self._paid[request_id] - left
             self._paid[request_id] = left
+        if running and self._in_gap and request_id not in self._paid:
+            return 0
         stands_back = not (self._idle or self.stalled or request_id in self._paid)
         if running and stands_back:
             if self.credit < left:

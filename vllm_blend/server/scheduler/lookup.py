@@ -4,7 +4,7 @@ others are kept as its own prefill computes them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey, CollectPlan, KeyedSpan
 from vllm_blend.core.prompt import TokenIds
@@ -132,7 +132,7 @@ class Lookup:
         """A chunk is kept from the prefill of the prompt that has it at ``start``; None: there is no
         room, or it is being kept already."""
         context = HARVESTED if start > first_start else HARVESTED_FIRST
-        kept = replace(chunk, context=context)
+        kept = chunk.after(context)
         if (key := self._chunks.reserve(kept)) is None:
             return None
         return CollectPlan(start, num_prompt_tokens=start + len(kept.token_ids), key=key, chunk=kept)
@@ -149,9 +149,9 @@ class Lookup:
         spans = [span for span in blend_request.spans if span[1] - span[0] >= self._min_tokens]
         found = []
         for start, end in spans:
-            ids = tokens[start:end]
+            chunk = ChunkIds(tenant, tokens[start:end])
             contexts = self._contexts.by_fit(start, spans[0][0])
-            found.append(((start, end), [ChunkIds(tenant, ids, context) for context in contexts]))
+            found.append(((start, end), [chunk.after(context) for context in contexts]))
         return found
 
     def known(self, chunks: Sequence[ChunkIds]) -> tuple[ChunkKey, TokenIds] | tuple[None, None]:
@@ -183,7 +183,7 @@ class Lookup:
                 exact = windows.tokens[: run.start].tolist() == list(context)
             spans.append(KeyedSpan(run.start, run.end, run.key, run.offset, exact))
             if context not in (better := self._contexts.suited_at(run.start, first_start)):
-                self.miss(replace(self._chunks.chunk(run.key), context=better[0]), request_id)
+                self.miss(self._chunks.chunk(run.key).after(better[0]), request_id)
         return spans
 
     def miss(self, chunk: ChunkIds, request_id: str = ANSWERED) -> None:
