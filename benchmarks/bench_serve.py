@@ -99,6 +99,8 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     prompts = trace(corpus, options.requests, options.chunks)
     settings = {"ram_gb": options.ram_gb, "log_requests": False, "separator": SEPARATOR}
     settings |= {"report_sizes": True} | options.settings
+    if "store" in settings:  # it has sizes of its own
+        del settings["ram_gb"]
     config = json.dumps({"vllm_blend": settings})
     servers: dict[str, tuple[list[str], dict[str, str]]] = {
         "stock": ([], {"VLLM_PLUGINS": ""}),

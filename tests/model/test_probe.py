@@ -16,10 +16,11 @@ from engines import make_engine, shut_down
 
 from vllm_blend import blend_model
 from vllm_blend.attention.cpu import CPUBlendImpl
-from vllm_blend.core.plans import BlendPlan
+from vllm_blend.core.plans import BlendPlan, CollectPlan
 from vllm_blend.model import probe
 from vllm_blend.model.probe import MOVED, QUESTION, Probing, Verdict, token_error
 from vllm_blend.model.select import early
+from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 OPTIONS: dict[str, Any] = dict(
     dtype="float32", enforce_eager=True, max_model_len=512, skip_tokenizer_init=True
@@ -236,8 +237,16 @@ def test_a_refusal_stops_the_start_of_an_engine_that_is_to_blend(
 def test_what_is_warmed_up_is_what_requests_do(
     tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A question is asked, of KV that a prefill has left: with the same hidden state."""
+    """A question is asked, of KV that a prefill has left: with the same hidden state. And a chunk is
+    kept, and dropped again."""
     asked: list[bool] = []
+    kept_tokens: list[int] = []
+    keep = ChunkCache.keep
+
+    def note(chunks: ChunkCache, plan: CollectPlan, scores: torch.Tensor | None = None) -> None:
+        keep(chunks, plan, scores)
+        kept_tokens.extend(kv.num_tokens for kv in chunks._chunks.values())
+
     choose = early.choose
 
     def look(request: Any, received: torch.Tensor | None) -> torch.Tensor:
@@ -250,8 +259,13 @@ def test_what_is_warmed_up_is_what_requests_do(
         run = probing._run
         monkeypatch.setattr(probing, "_run", lambda plan: hidden.append(run(plan)) or hidden[-1])
         monkeypatch.setattr(early, "choose", look)
+        monkeypatch.setattr(ChunkCache, "keep", note)
         probing.warm_up()
-    full, blended = hidden
+        assert kept_tokens == [probing._num_tokens]
+        assert len(engine.model.blending.chunks) == 0
+        assert engine.model.blending.chunks.collect_events() is None
+    full, blended, again = hidden
+    assert torch.equal(again, full)
     assert asked == [True]
     assert token_error(blended[-1:], full[-1:]) < MOVED[torch.float32] / 10
 

@@ -57,6 +57,9 @@ of the last hidden state. Rounding is some ten times smaller; a wrong rotation, 
 off by about 1."""
 
 
+WARM_UP_KEY = b"warm-up"
+"""Of a chunk that is kept for a moment."""
+
 AT_RANDOM = BlendSettings(policy="random")
 """How the probes choose rows."""
 
@@ -186,11 +189,14 @@ class Probing:
                 )
 
     def warm_up(self) -> None:
-        """Prefills a prompt whose KV is kept, then one that reuses it and asks its question: kernels
-        are compiled at their first use, and no request shall wait for that."""
+        """Prefills a prompt whose KV is kept, then one that reuses it and asks its question, then one
+        that is kept in host memory: kernels are compiled, and copies set up, at their first use, and
+        no request shall wait for that."""
         plan = CollectPlan(num_prompt_tokens=self._num_tokens)
         self._run(plan)
         self._blend(plan.kv, BlendSettings())
+        self._run(CollectPlan(num_prompt_tokens=self._num_tokens, key=WARM_UP_KEY))
+        self._blending.chunks.drop([WARM_UP_KEY])
 
     def _stored(self, collected: Sequence[LayerKV]) -> list[LayerKV]:
         """Collected KV without its positions."""
