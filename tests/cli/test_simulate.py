@@ -24,6 +24,9 @@ TIMES = {
 }
 
 
+BUDGET = "--max-num-batched-tokens"
+
+
 def test_what_comes_back_is_found(model: Path, tmp_path: Path) -> None:
     texts = documents()[:3]
     rows = [
@@ -37,6 +40,21 @@ def test_what_comes_back_is_found(model: Path, tmp_path: Path) -> None:
     assert 0.15 < found["reused_share"] < 1 / 3
     assert 0 < found["recomputed_share"] < 0.1 * found["reused_share"]
     assert "ttft_gain" not in found
+
+
+def test_a_window_without_the_question_recomputes_twice_as_much(model: Path, tmp_path: Path) -> None:
+    """As the model's process does: the question is asked where a step holds it."""
+    texts = documents()[:6]
+    rows = [{"chunks": order, "question": "Who?"} for order in (texts, texts[::-1], texts)]
+    trace = write(tmp_path / "t.jsonl", rows)
+    whole, cut = (
+        simulate(trace, model, arguments=(*ARGUMENTS, "--max-num-seqs", "8", BUDGET, tokens))
+        for tokens in ("4096", "800")
+    )
+    assert cut["reused_share"] == pytest.approx(whole["reused_share"], abs=0.01)
+    shares = [found["recomputed_share"] / found["reused_share"] for found in (whole, cut)]
+    assert shares[0] == pytest.approx(0.08, rel=0.15)
+    assert 0.11 < shares[1] < 0.16  # the last window has the question
 
 
 def test_memory_is_counted_and_bounded(model: Path, tmp_path: Path) -> None:

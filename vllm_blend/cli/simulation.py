@@ -131,10 +131,10 @@ class StandIn:
         if not reused:
             return end, end - start, False
         own = end - start - reused
-        settings = plan.settings.for_rows(own, reused)
+        settings = plan.settings.for_rows(own, reused, has_question=end >= request.num_prompt_tokens)
         recomputed = num_kept(settings.last_ratio, reused - exact)
         events.blended.append(Blended(request.request_id, start, reused, recomputed))
-        rows = rows_of(own, reused, recomputed, plan.settings, self._num_layers)
+        rows = rows_of(own, reused, recomputed, settings, self._num_layers)
         return end, rows, True
 
     def _collect(self, plan: CollectPlan, start: int, end: int, events: WorkerEvents) -> None:

@@ -117,14 +117,16 @@ class BlendSettings:
         """Whether the question is asked, in a pass of its own."""
         return "ahead" in self.policies
 
-    def for_rows(self, num_own: int, num_reused: int) -> BlendSettings:
-        """These, where the question is to be asked among so many rows of a prompt; else without it.
+    def for_rows(self, num_own: int, num_reused: int, has_question: bool = True) -> BlendSettings:
+        """These, where the question is to be asked among so many rows of a window; else without it.
 
         Args:
             num_own: rows that no stored KV stands for, which its pass computes once more.
             num_reused: the others.
+            has_question: the question is among them.
         """
-        return self.unasked if self.asks and num_own > ASKED_SHARE * num_reused else self
+        pays = has_question and num_own <= ASKED_SHARE * num_reused
+        return self.unasked if self.asks and not pays else self
 
     @cached_property
     def unasked(self) -> BlendSettings:

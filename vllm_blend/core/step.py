@@ -58,10 +58,8 @@ class StepRequest:
         the question where this window does not hold it, or too much that is new."""
         if not isinstance(self.plan, BlendPlan):
             return NOTHING_RECOMPUTED
-        settings = self.plan.settings
-        if not self.num_asked:
-            return settings.unasked if settings.asks else settings
-        return settings.for_rows(self.num_rows - self.num_chunk_rows, self.num_chunk_rows)
+        num_own = self.num_rows - self.num_chunk_rows
+        return self.plan.settings.for_rows(num_own, self.num_chunk_rows, self.num_asked > 0)
 
     @property
     def num_asked(self) -> int:

@@ -95,7 +95,8 @@ class StepRoom:
             return count
         ends = [(max(s.start, start), min(s.end, start + count)) for s in plan.spans]
         reused = sum(max(0, end - begin) for begin, end in ends)
-        settings = plan.settings.for_rows(count - reused, reused)
+        has_question = start + count >= self.requests[request_id].num_prompt_tokens
+        settings = plan.settings.for_rows(count - reused, reused, has_question)
         return count - int((1 - settings.last_ratio) * reused)
 
     def _client_rows(self, num_scheduled_tokens: Mapping[str, int]) -> int:
