@@ -46,7 +46,7 @@ def test_an_example_reuses_its_documents(
     importlib.import_module(name).main()
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["TTFT", "before", "after", "reused", "answer"]
-    found = [re.fullmatch(r" *(\d\.\d{3}) s +(\d\.\d{3}) s +(\d+)   \w.+", row) for row in rows]
+    found = [re.fullmatch(r" *(\d+\.\d{3}) s +(\d+\.\d{3}) s +(\d+)   \w.+", row) for row in rows]
     assert len(found) == 2 and all(found), rows
     reused = [int(row[3]) for row in found if row]
     assert reused[-1] > 200  # of documents that the question before had, in another order
