@@ -6,7 +6,7 @@ one of the model's type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, make_engine, plan_for, relative_error, run
+from rounding import mean, other_last_bits
 from test_gpu import QUESTION, SENTENCES, blended, distance
-from vllm.v1.attention.backends import flash_attn
 
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.model.graphs import RowGraphs
@@ -108,27 +108,6 @@ def noise(full: list[torch.Tensor], plain: Plain) -> float:
     return found
 
 
-def mean(distances: list[float]) -> float:
-    """Their root mean square."""
-    return float((sum(one**2 for one in distances) / len(distances)) ** 0.5)
-
-
-def other_last_bits(seed: int) -> Callable[..., None]:
-    """vLLM's op that writes K and V to a cache; each is up to a unit in its last place off before."""
-    stock = flash_attn.reshape_and_cache_flash
-    generator = torch.Generator("cuda").manual_seed(seed)
-    step = torch.finfo(torch.bfloat16).eps / 2
-
-    def off(x: torch.Tensor) -> torch.Tensor:
-        by = 2 * torch.rand(x.shape, device=x.device, generator=generator) - 1
-        return (x.float() * (1 + step * by)).to(x.dtype)
-
-    def write(key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
-        stock(off(key), off(value), *rest)
-
-    return write
-
-
 def full_prefill(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
     return [engine.run(prompt, max_tokens=1)[1].cpu() for prompt in prompts]
 
@@ -195,14 +174,12 @@ def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the mean: stored K is rounded to its type once more, so that some last bits are others."""
     exact, to_itself = torch.cat(full), []
     assert distance(full_prefill(engine, prompts), exact) == 0  # the same each time, if nothing differs
     for seed in range(8):
-        with monkeypatch.context() as patch:
-            patch.setattr(flash_attn, "reshape_and_cache_flash", other_last_bits(seed))
+        with other_last_bits(engine, seed):
             to_itself.append(distance(full_prefill(engine, prompts), exact))
     found = [
         distance_to(

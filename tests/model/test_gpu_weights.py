@@ -9,7 +9,8 @@ import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
 from quantize import FORMATS
-from test_quantized import QUESTION, first_logits, last_logits
+from rounding import mean
+from test_quantized import QUESTION, distances_to_full_prefill, first_logits, last_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +53,12 @@ def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy
     errors = [error(weights, exact, ratio, policy) for ratio in RATIOS]
     print(f"{policy}: {errors}")
     assert max(errors) < 0.04  # as on a CPU
+
+
+def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(weights: Engine) -> None:
+    blended, to_itself = distances_to_full_prefill(weights)
+    print(f"exact KV {mean(blended):.4f}, full prefill to itself {mean(to_itself):.4f}")
+    assert mean(blended) < mean(to_itself)
 
 
 def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:

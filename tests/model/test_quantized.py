@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
 from quantize import FORMATS
+from rounding import mean, other_last_bits
 
 LENGTH, QUESTION = 420, 12
 
@@ -137,6 +138,31 @@ def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy
         with weights.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
             logits = last_logits(weights, prompt)
         assert relative_error(logits, full) < 0.04  # 0.007 with weights in bfloat16
+
+
+def distances_to_full_prefill(engine: Engine) -> tuple[list[float], list[float]]:
+    """Relative errors of the logits after four prompts: blended with exact KV by three policies at
+    three ratios; and of full prefill where other last bits of K and V go to the cache."""
+    blended, to_itself = [], []
+    for prompt in (engine.ids(LENGTH, seed) for seed in range(1, 5)):
+        full = last_logits(engine, prompt)
+        assert torch.equal(last_logits(engine, prompt), full)  # the same each time, if nothing differs
+        for seed in range(4):
+            with other_last_bits(engine, seed):
+                to_itself.append(relative_error(last_logits(engine, prompt), full))
+        exact = engine.collect(prompt)
+        for policy in ("random", "ahead", "hkvd"):
+            for ratio in (0.0, 0.16, 1.0):
+                with engine.blending(exact, QUESTION, recomp_ratio=ratio, policy=policy):
+                    blended.append(relative_error(last_logits(engine, prompt), full))
+    return blended, to_itself
+
+
+def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(weights: Engine) -> None:
+    """In the mean: a last bit may change an input that is in eight bits by a whole step."""
+    blended, to_itself = distances_to_full_prefill(weights)
+    print(f"exact KV {mean(blended):.4f}, full prefill to itself {mean(to_itself):.4f}")
+    assert mean(blended) < mean(to_itself)
 
 
 def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:
