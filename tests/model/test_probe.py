@@ -18,8 +18,9 @@ from vllm_blend import blend_model
 from vllm_blend.attention.cpu import CPUBlendImpl
 from vllm_blend.core.plans import BlendPlan, CollectPlan
 from vllm_blend.model import probe
-from vllm_blend.model.probe import MOVED, QUESTION, Probing, Verdict, token_error
+from vllm_blend.model.probe import MOVED, QUESTION, Probing, token_error
 from vllm_blend.model.select import early
+from vllm_blend.model.verdicts import Verdict, write_verdict
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 OPTIONS: dict[str, Any] = dict(
@@ -31,7 +32,7 @@ OPTIONS: dict[str, Any] = dict(
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the test's verdict is kept."""
     path = tmp_path / "folder" / "verdict.json"
-    monkeypatch.setattr(probe, "_path", lambda blending: path)
+    monkeypatch.setattr(probe, "verdict_path", lambda blending: path)
     return path
 
 
@@ -80,12 +81,12 @@ def test_a_damaged_verdict_is_found_again(
 ) -> None:
     kept.parent.mkdir()
     kept.write_text(text)
-    assert probe._read(kept) is None
+    assert probe._known(kept) is None
     if text != "{":
         return  # one start of an engine is enough
     with make_engine(tiny("llama")):
         pass
-    assert len(runs) == 1 and probe._read(kept) == runs[0]
+    assert len(runs) == 1 and probe._known(kept) == runs[0]
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(
@@ -93,10 +94,10 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     (tmp_path / "file").write_text("")
-    probe._write(tmp_path / "file" / "verdict.json", Verdict())
+    write_verdict(tmp_path / "file" / "verdict.json", Verdict())
     assert "could not be kept" in caplog.text
-    probe._write(tmp_path / "new" / "verdict.json", Verdict("no", (0, -1), 0.5))
-    assert probe._read(tmp_path / "new" / "verdict.json") == Verdict("no", (0, -1), 0.5)
+    write_verdict(tmp_path / "new" / "verdict.json", Verdict("no", (0, -1), 0.5))
+    assert probe._known(tmp_path / "new" / "verdict.json") == Verdict("no", (0, -1), 0.5)
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_a_model_that_fails_a_probe_serves_and_says_why(
     assert str(error.value).startswith("blending does not support LlamaModel: ")
     assert REASONS[spoil] in str(error.value)
     # it is known from now on
-    assert probe._read(kept) == runs[0]
+    assert probe._known(kept) == runs[0]
     assert runs[0].refused in str(error.value)
 
 
@@ -221,7 +222,7 @@ def test_an_identity_that_says_nothing_is_no_proof(
 def test_a_refusal_stops_the_start_of_an_engine_that_is_to_blend(
     tiny: Any, kept: Path, runs: list[Verdict]
 ) -> None:
-    probe._write(kept, Verdict("it is too small"))
+    write_verdict(kept, Verdict("it is too small"))
     message = "additional_config asks for vllm_blend, but blending does not .*: it is too small"
     with (
         pytest.raises(ValueError, match=message),

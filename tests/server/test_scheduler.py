@@ -621,7 +621,7 @@ def test_an_engine_whose_blends_are_wrong_does_not_start(
         stock(self, layer, kv_cache, replace(fusion, positions=fusion.positions + 1))
 
     monkeypatch.setattr(CPUBlendImpl, "fuse", wrong)
-    monkeypatch.setattr(probe, "_path", lambda blending: tmp_path / "none")
+    monkeypatch.setattr(probe, "verdict_path", lambda blending: tmp_path / "none")
     sentence = "asks for vllm_blend, but .* with exact KV and random rows its last hidden state is off"
     with (
         pytest.raises(ValueError, match=sentence),
@@ -639,7 +639,7 @@ def test_without_the_setting_a_field_is_refused(llama: Engine) -> None:
 def test_every_family_is_probed_at_its_start_once(
     tiny: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_path", lambda blending: tmp_path / "verdict")
+    monkeypatch.setattr(probe, "verdict_path", lambda blending: tmp_path / "verdict")
     found = []
     stock = Probing.run
     monkeypatch.setattr(Probing, "run", lambda probing: found.append(stock(probing)) or found[-1])

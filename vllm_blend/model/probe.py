@@ -12,12 +12,9 @@ cache folder, so the next start of the same model takes no time.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +23,6 @@ import torch
 from vllm_blend.attention.rotation import Rotation, rotations_in
 from vllm_blend.compat.kv_connectors import unseen
 from vllm_blend.compat.support import FP8_CACHE_DTYPES, first_layer
-from vllm_blend.compat.version import package_version, vllm_version
-from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import LayerKV
 from vllm_blend.core.pipeline import all_reduce_min
@@ -35,15 +30,12 @@ from vllm_blend.core.plans import EXTRA_ARG, BlendPlan, ChunkSpan, CollectPlan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.model.graphs import RowGraphs
 from vllm_blend.model.rows import Hidden, copied
-from vllm_blend.model.verdicts import ABOUT, Verdict, model_digest, read_verdict, verdicts_folder
+from vllm_blend.model.verdicts import Verdict, about, read_verdict, verdict_path, write_verdict
 
 if TYPE_CHECKING:
     from vllm_blend.model.blending import Blending
 
 logger = logging.getLogger("vllm.vllm_blend")
-
-PROBE_VERSION = 3
-"""Of what is kept; a new one probes every model again."""
 
 NUM_TOKENS, SHIFT, QUESTION = 256, 137, 20
 """Of the prompt; how far it is shifted; its last tokens, which are always computed."""
@@ -80,12 +72,11 @@ def probe(worker: Any, blending: Blending) -> str | None:
 
 def _probe(worker: Any, blending: Blending) -> str | None:
     probing = Probing(worker, blending)
-    path = _path(blending)
-    verdict, known = _read(path), True
+    path = verdict_path(blending)
+    verdict = known = _known(path)
     if verdict is None:
-        known = False
         verdict = probing.run()
-        _write(path, verdict, _about(blending))
+        write_verdict(path, verdict, about(blending))
     name = type(blending.inner).__name__
     if verdict.refused:
         return f"blending does not support {name}: {verdict.refused}"
@@ -93,7 +84,8 @@ def _probe(worker: Any, blending: Blending) -> str | None:
     probing.capture()
     if torch.device(worker.device).type == "cuda":
         probing.warm_up()
-    logger.info("vllm_blend: %s blends%s: %s.", name, " (probed before)" if known else "", verdict)
+    before = "" if known is None else " (probed before)"
+    logger.info("vllm_blend: %s blends%s: %s.", name, before, verdict)
     return None
 
 
@@ -335,68 +327,11 @@ def token_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error.median().nan_to_num(nan=float("inf")))
 
 
-# --- what is kept ------------------------------------------------------------------------------------
-
-
-def _about(blending: Blending) -> dict[str, str]:
-    """Of which engine a verdict is, for whoever has no engine."""
-    config = blending.vllm_config
-    return {
-        "model": model_digest(config.model_config),
-        "version": package_version(),
-        "vllm": vllm_version() or "",
-        "dtype": str(config.model_config.dtype),
-        "backends": ", ".join(sorted({attn.attn_backend.get_name() for attn in blending.attns})),
-        "ranks": _ranks(),
-    }
-
-
-def _ranks() -> str:
-    """Of how many this is one, for a reader."""
-    ranks, stages = str(tensor_parallel.num_ranks()), pipeline.num_stages()
-    return ranks if stages == 1 else f"{ranks}, stage {pipeline.stage() + 1} of {stages}"
-
-
-def _path(blending: Blending) -> Path:
-    """Where the verdict is kept: by everything that it may depend on."""
-    config = blending.vllm_config
-    model = config.model_config
-    said = [
-        PROBE_VERSION,
-        package_version(),
-        vllm_version(),
-        model.hf_config.to_json_string(use_diff=False),
-        str(model.dtype),
-        str(config.cache_config.cache_dtype),
-        model.max_model_len,
-        str(model.quantization),
-        tensor_parallel.num_ranks(),
-        *([] if pipeline.num_stages() == 1 else [pipeline.num_stages(), pipeline.stage()]),
-        sorted({attn.attn_backend.get_name() for attn in blending.attns}),
-        str(config.compilation_config.mode),
-        type(blending.inner).__name__,
-    ]
-    digest = sha256(json.dumps(said, default=str).encode()).hexdigest()[:32]
-    return verdicts_folder() / f"{digest}.json"
-
-
-def _read(path: Path) -> Verdict | None:
-    """What was found before; None: nothing, or it cannot be read."""
+def _known(path: Path) -> Verdict | None:
+    """What was found before, on all ranks; None: nothing on one of them, or it cannot be read."""
     found: Verdict | None = None
     try:
         found = read_verdict(path)[1]
     except (OSError, ValueError, TypeError, KeyError):
         found = None
-    # all ranks probe, or none
     return found if all_reduce_min([int(found is not None)]) == [1] else None
-
-
-def _write(path: Path, verdict: Verdict, about: dict[str, str] | None = None) -> None:
-    """Keeps a verdict; a folder that cannot be written to is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{id(verdict)}")
-        part.write_text(json.dumps(asdict(verdict) | {ABOUT: about or {}}))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("vllm_blend: what the probes found could not be kept: %s", error)
