@@ -47,8 +47,8 @@ class StoredKV:
         """The layers' tensors for their shapes, types and devices; what they hold may come later."""
         return getattr(self.layers, "described", self.layers)
 
-    @property
-    def num_tokens(self) -> int:
+    @cached_property
+    def num_tokens(self) -> int:  # asked some dozen times a step, and layers are made when asked for
         return self.described[0][0].shape[0]
 
     @property

@@ -67,6 +67,7 @@ def static_scores(windows: Sequence[Window]) -> torch.Tensor:
     """
     parts = []
     known = []
+    has_guesses = False
     for span, start, end in windows:
         kept = span.kv.scores
         if span.exact:
@@ -77,9 +78,10 @@ def static_scores(windows: Sequence[Window]) -> torch.Tensor:
         else:
             place = torch.arange(start - span.start, end - span.start)
             parts.append(-1 / (1 + place / HALF_PLACE))  # negative: to be scaled
+            has_guesses = True
     scores = torch.cat(parts)
-    guessed = scores < 0
-    if bool(guessed.any()):
+    if has_guesses:
+        guessed = scores < 0
         mean = torch.cat(known).mean() if known else torch.tensor(1.0)
         guess = scores[guessed]
         scores[guessed] = guess / guess.mean() * mean
