@@ -187,6 +187,15 @@ def test_an_engine_that_would_not_blend(tiny: Any, arguments: list[str], check: 
     assert found == check and said in what
 
 
+@pytest.mark.parametrize(("tokens", "changes"), [(2048, False), (4096, False), (8192, True)])
+def test_a_bound_on_rows_that_no_step_reaches(tiny: Any, tokens: int, changes: bool) -> None:
+    arguments = ["--", "--skip-tokenizer-init", "--max-num-batched-tokens", str(tokens)]
+    code, findings = run(str(tiny("llama")), "--settings", '{"step_rows": 4096}', *arguments)
+    said = [f for f in findings if f["check"] == "steps" and "step_rows is 4096" in f["what"]]
+    assert (code, len(said)) == (0, 0 if changes else 1)
+    assert all("--max-num-batched-tokens" in one["do"] for one in said)
+
+
 def test_a_policy_that_the_model_has_no_loop_for(tmp_path: Path) -> None:
     import transformers
     from engines import COMMON

@@ -92,8 +92,14 @@ def _check_settings(config: Any) -> Iterator[Finding]:
         yield wrong("policy", str(error), 'Leave "check_layers" out: [1] is the default.')
     yield from _check_memory(config, settings)
     scheduler, longest = config.scheduler_config, model.max_model_len
-    if scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
-        step = scheduler.max_num_batched_tokens
+    step = scheduler.max_num_batched_tokens
+    if settings.step_rows is not None and settings.step_rows >= step:
+        yield note(
+            "steps",
+            f"step_rows is {settings.step_rows}, and a step holds {step} tokens, so it changes nothing",
+            "--max-num-batched-tokens of several times step_rows: more blended prompts share a step.",
+        )
+    if scheduler.enable_chunked_prefill and step < longest:
         yield note(
             "steps",
             f"a step holds {step} tokens, a prompt up to {longest}: longer ones are blended in "
