@@ -88,6 +88,26 @@ def test_rows_of_all_windows_are_told_as_one_list(windows: list[Any], spans: lis
     assert told(0, 0, windows=done)[ROWS_KEY] == spans
 
 
+@pytest.mark.parametrize(
+    ("windows", "reused", "recomputed"),
+    [
+        ([], 0, 0),
+        ([(0, 80, 8)], 80, 8),
+        ([(0, 30, 3), (40, 50, 5)], 80, 8),
+        ([(0, 40, 6), (50, 40, 3)], 80, 9),  # cut within a chunk
+        ([(0, 40, 6), (50, 40, 3), (0, 40, 5)], 40, 5),  # preempted: the first window once more
+        ([(0, 80, 8), (50, 40, 3)], 80, 7),  # from within it on: half of it counts
+        ([(0, 80, 8), (95, 0, 0)], 80, 8),  # behind all chunks
+    ],
+)
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_token_of_two_windows_counts_once(
+    windows: list[Any], reused: int, recomputed: int, asked: bool
+) -> None:
+    report = told(0, 0, asked, [Blended("1", *window) for window in windows])
+    assert (report["reused_tokens"], report["recomputed_tokens"]) == (reused, recomputed)
+
+
 def test_the_api_server_keeps_what_only_the_first_output_tells() -> None:
     state = Namespace()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from vllm_blend.core.plans import KeyedPlan, KeyedSpan
@@ -162,8 +163,9 @@ class Reports:
         report, plan = self._reports[request_id], self._plans.pop(request_id, None)
         windows = self._blended.pop(request_id, [])
         report["cached_tokens"] = cached
-        report["reused_tokens"] = reused = sum(window.reused for window in windows)
-        report["recomputed_tokens"] = sum(window.recomputed for window in windows)
+        counts = _counts(windows, plan.spans if plan is not None else ())
+        report["reused_tokens"] = reused = sum(reused for reused, _ in counts)
+        report["recomputed_tokens"] = sum(recomputed for _, recomputed in counts)
         if plan is not None:
             report["cached_chunks"] = sum(span.end <= cached for span in plan.spans)
             if report["asked"]:
@@ -201,6 +203,19 @@ def _spans(spans: Sequence[KeyedSpan], cached: int, blended: bool) -> list[list[
             found.append([span.start, min(span.end, cached), "cached"])
         if blended and span.end > cached:
             found.append([max(span.start, cached), span.end, "reused"])
+    return found
+
+
+def _counts(windows: Sequence[Blended], spans: Sequence[KeyedSpan]) -> list[tuple[int, int]]:
+    """Tokens that each window reused and recomputed. One that another begins within, after a
+    preemption, counts up to there: its recomputed tokens by their share."""
+    found = []
+    for window, after in zip_longest(windows, windows[1:]):
+        reused = window.reused
+        if after is not None and spans:
+            inside = ((max(s.start, window.position), min(s.end, after.position)) for s in spans)
+            reused = min(reused, sum(max(0, end - start) for start, end in inside))
+        found.append((reused, window.recomputed * reused // max(window.reused, 1)))
     return found
 
 
