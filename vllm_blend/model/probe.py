@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -330,8 +330,6 @@ def token_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _known(path: Path) -> Verdict | None:
     """What was found before, on all ranks; None: nothing on one of them, or it cannot be read."""
     found: Verdict | None = None
-    try:
+    with suppress(OSError, ValueError, TypeError, KeyError):
         found = read_verdict(path)[1]
-    except (OSError, ValueError, TypeError, KeyError):
-        found = None
     return found if all_reduce_min([int(found is not None)]) == [1] else None
