@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
         size = -(-len(turns) // QUARTERS)
         for quarter in range(QUARTERS):
             part = turns[quarter * size : (quarter + 1) * size]
-            for kind in list(urls) if quarter % 2 else [*urls][::-1]:
+            for kind in sorted(urls, reverse=bool(quarter % 2)):
                 with suspended([processes[other] for other in urls if other != kind]):
                     found = measure(urls[kind], kind, model, part, 1, options)
                 found |= {"server": kind, "quarter": quarter + 1}

@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=16, help="a request (16)")
     parser.add_argument("--settings", type=json.loads, default={}, help="of the server, as JSON")
     parser.add_argument("--server-args", default="--dtype float32 --max-model-len 8192")
+    parser.add_argument("--blend-first", action="store_true", help="start that server first")
     parser.add_argument("--logs", type=pathlib.Path, help="leave the servers' logs there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +67,9 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
     config = json.dumps({"vllm_blend": settings | options.settings})
     rows, results = [], []
     with ExitStack() as stack:
-        urls, processes = start_both(stack, model, options.server_args, config, folder, options.logs)
+        urls, processes = start_both(
+            stack, model, options.server_args, config, folder, options.logs, options.blend_first
+        )
         total = options.requests * options.chunks * len(options.seen) * len(options.concurrency)
         corpus = iter(documents(total, options.chunk_tokens, pathlib.Path(model)))
         for seed, (seen, concurrency) in enumerate(
@@ -76,8 +79,7 @@ def run(options: argparse.Namespace, folder: pathlib.Path) -> None:
             step = -(-len(prompts) // 3)
             for third in range(3):
                 part = prompts[third * step : (third + 1) * step]
-                order = list(urls) if third % 2 else [*urls][::-1]
-                for kind in order:
+                for kind in sorted(urls, reverse=bool(third % 2)):
                     reset_prefix_cache(urls[kind])
                     before = cpu_seconds(processes[kind])
                     with suspended([processes[other] for other in urls if other != kind]):
@@ -118,15 +120,21 @@ def start_both(
     config: str,
     folder: pathlib.Path,
     logs: pathlib.Path | None = None,
+    blend_first: bool = False,
 ) -> tuple[dict[str, str], dict[str, psutil.Process]]:
-    """Starts a stock and a blending server; their addresses and processes."""
+    """Starts a stock and a blending server; their addresses and processes.
+
+    On some machines the one that starts second computes the same more slowly, whichever it is:
+    ``blend_first`` is for a second run that tells the two apart.
+    """
     urls, processes = {}, {}
     # a server that is stopped for minutes in the middle of a step is not to take that for a failure
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")
-    for kind, arguments, environment in (
+    kinds = [
         ("stock", [], {"VLLM_PLUGINS": ""}),
         ("blend", ["--additional-config", config], plugin_environment(folder)),
-    ):
+    ]
+    for kind, arguments, environment in reversed(kinds) if blend_first else kinds:
         arguments = [*server_args.split(), *arguments]
         up = stack.enter_context(server(model, arguments, environment, log_of(kind, logs)))
         urls[kind], processes[kind] = wait_for(kind, up), psutil.Process(up.process.pid)
