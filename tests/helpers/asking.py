@@ -50,6 +50,13 @@ def drain(engine: Engine) -> None:
         core.step_fn()
 
 
+def come_to_waiting(engine: Engine) -> None:
+    """Lets vLLM's scheduler come to the requests that wait, without room for any."""
+    state = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    for request_id in list(state.blend_waiting):
+        assert state._handle_blocked_waiting_request(state.requests[request_id])
+
+
 def outputs(
     engine: Engine,
     prompts: list[list[int]],

@@ -156,7 +156,6 @@ def test_answers_of_the_store() -> None:
         for number in range(num_requests):
             request = Waiting(BlendRequest(spans=((0, 20),)), 0.0, f"r{number}")
             request.advance(0.0, True, True)
-            fetches.waiting[request.request_id] = request
             fetches.wait(request, [ChunkIds("", tuple(range(number, number + 20)))])
 
         def step() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from asking import REPORT, answer, come_to_waiting, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 from vllm import SamplingParams
 
@@ -79,6 +79,7 @@ def test_chunks_of_aborted_requests_are_not_computed(server: Engine) -> None:
         extra: dict[str, Any] = {"blend": {"spans": where}}
         params = SamplingParams(temperature=0, max_tokens=4, detokenize=False, extra_args=extra)
         engine.add_request(name, {"prompt_token_ids": ids}, params)
+    come_to_waiting(server)
     assert background.num_waiting == 4
     engine.abort_request(["one"])
     assert background.num_waiting == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from asking import REPORT, answer, come_to_waiting, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -112,6 +112,7 @@ def test_requests_and_chunks_under_way_use_no_old_kv(
         temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, extra_args=extra
     )
     engine.add_request("waits", {"prompt_token_ids": prompt}, params)
+    come_to_waiting(server)
     assert state.blend_chunks.num_pinned == 3
     load(server, others)
     assert (state.blend_chunks.num_pinned, background.num_running) == (0, 0)

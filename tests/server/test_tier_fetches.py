@@ -43,7 +43,6 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
     now = time.monotonic()
     one, two = (Waiting(BlendRequest(spans=((0, 50),), paced=True), now) for _ in range(2))
     assert {request.advance(now, True, True) for request in (one, two)} == {State.ASK}
-    found.waiting = {"one": one, "two": two}
     found.wait(one, [CHUNK])
     (key,) = one.chunks
     found.locate(two, [CHUNK])

@@ -233,9 +233,9 @@ def test_a_slow_tier_is_not_waited_for(
         params = SamplingParams(max_tokens=2, extra_args={"blend": {"spans": spans}}, detokenize=False)
         core.add_request("gone", {"prompt_token_ids": prompt}, params)
         core.step()
-        assert state.blend_fetches.waiting
+        assert state.blend_waiting
         core.abort_request(["gone"])
-        assert not state.blend_fetches.waiting
+        assert not state.blend_waiting
         awake.set()
         drain(engine)
         assert len(state.blend_fetches) == 0

@@ -1,9 +1,11 @@
 """The engine's side of a blending server: a mixin for vLLM's scheduler.
 
-``add_request``          turns a ``BlendRequest`` into a plan: chunks looked up, or found by content;
-                         one whose chunks may be in a store's lower tiers waits for the answer, and
-                         is told by the controller which of them to wait for, if its ratio is "auto"
-``schedule``             lets in the engine's own requests, and blended prompts where a step has room
+``add_request``          takes a ``BlendRequest``, which waits for its plan
+``schedule``             turns it into a plan where vLLM's scheduler comes to it: chunks looked up, or
+                         found by content; one whose chunks may be in a store's lower tiers waits for
+                         the answer first, and is told by the controller which of them to wait for,
+                         if its ratio is "auto". Lets in the engine's own requests, and blended
+                         prompts where a step has room
 ``update_from_output``   takes their results out, adds what was reused to the others' first output
 """
 
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +44,9 @@ logger = logging.getLogger("vllm.vllm_blend.server")
 
 STARTED = "blend_started"
 """An attribute of vLLM's ``SchedulerOutput``: when the step was scheduled."""
+
+ASKED_AHEAD = 16
+"""Requests, a step, of whose chunks the store is asked before vLLM's scheduler comes to them."""
 
 
 class BlendScheduler(Switching, Connected):
@@ -87,6 +93,8 @@ class BlendScheduler(Switching, Connected):
             settings.max_chunk_tokens,
         )
         self.blend_plans = RequestPlans(self.blend_chunks, manager, self._block_size)
+        self.blend_waiting = {}
+        self._newcomers: deque[str] = deque()
         self._waits: TierWaits | None = None
         calibration, min_tokens = self.blend_internal.calibration, settings.min_chunk_tokens
         if self.blend_fetches is not None and calibration is not None:
@@ -129,61 +137,73 @@ class BlendScheduler(Switching, Connected):
             elif why := self.blend_internal.adapters.why_unknown(request.lora_request):
                 self._refuse(request, blend_request.report, why)
             else:
-                self._begin(request, blend_request)
+                self._let_wait(request.request_id, blend_request)
         stock.add_request(request)
 
-    def _begin(self, request: Any, blend_request: BlendRequest) -> None:
-        """Plans a new request, or lets it wait for the store's answer."""
-        request_id, fetches = request.request_id, self.blend_fetches
-        try:
-            if fetches is None:
-                self._plan(request, blend_request)
-                return
-            assert self.blend_internal.calibration is not None
-            self.blend_internal.calibration.wanted |= blend_request.paced
-            fetches.waiting[request_id] = Waiting(blend_request, time.monotonic(), request_id)
-            self._advance(request)
-        except Exception as error:
-            if fetches is not None:
-                fetches.waiting.pop(request_id, None)
-            self.refuse_failed(request, blend_request, error)
+    def _let_wait(self, request_id: str, blend_request: BlendRequest) -> None:
+        """A new request waits for its plan.
 
-    def _advance(self, request: Any) -> Waiting:
-        """Takes a waiting request as far as it gets now."""
-        assert self.blend_fetches is not None and self._waits is not None
-        waiting = self.blend_fetches.waiting[request.request_id]
+        vLLM's engine takes all requests that have come before it runs a step, so where many come at
+        once this must take no time.
+        """
+        self.blend_waiting[request_id] = Waiting(blend_request, time.monotonic(), request_id)
+        if self.blend_internal.calibration is not None:
+            self.blend_internal.calibration.wanted |= blend_request.paced
+            self._newcomers.append(request_id)
+
+    def _ask_ahead(self) -> None:
+        """Asks the store for chunks of requests that have just come, before vLLM's scheduler comes to
+        them; of a few a step, since the others would hold it up."""
+        for _ in range(min(len(self._newcomers), ASKED_AHEAD)):
+            if (request_id := self._newcomers.popleft()) in self.blend_waiting:
+                self._attempt(self.requests[request_id], self._is_ready)
+
+    def _is_ready(self, request: Any, waiting: Waiting) -> bool:
+        """Takes a request as far as it gets now: whether it waits for nothing but its plan."""
+        if self._waits is None:
+            return True
         tenant = self._shelf(request, waiting.blend_request)
-        return self._waits.advance(waiting, tenant, request.prompt_token_ids)
+        return self._waits.advance(waiting, tenant, request.prompt_token_ids).state is State.READY
+
+    def _is_planned(self, request: Any, waiting: Waiting) -> bool:
+        """The same, and gives it its plan: whether it has one."""
+        if not self._is_ready(request, waiting):
+            return False
+        self._plan(request, waiting)
+        self._wait_no_longer(request)
+        return True
+
+    def _attempt(self, request: Any, do: Callable[[Any, Waiting], bool]) -> bool:
+        """What ``do`` says of a request that waits; one with which it fails is prefilled in full."""
+        waiting = self.blend_waiting[request.request_id]
+        try:
+            return do(request, waiting)
+        except Exception as error:
+            self.refuse_failed(request, waiting.blend_request, error)
+            self._wait_no_longer(request)
+            return True
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Asked by vLLM's scheduler before it lets a request in."""
         stock: Any = super()
-        fetches = self.blend_fetches
-        if fetches is not None and request.request_id in fetches.waiting:
-            waiting = fetches.waiting[request.request_id]
-            try:
-                if self._advance(request).state is not State.READY:
-                    return False
-                self._plan(request, waiting.blend_request, waiting)
-            except Exception as error:
-                self.refuse_failed(request, waiting.blend_request, error)
-            del fetches.waiting[request.request_id]
-            self.connectors.planned(request)
+        if request.request_id in self.blend_waiting and not self._attempt(request, self._is_planned):
+            return False
         return bool(stock._handle_blocked_waiting_request(request))
 
-    def _plan(self, request: Any, blend_request: BlendRequest, waited: Waiting | None = None) -> None:
+    def _plan(self, request: Any, waited: Waiting) -> None:
         """Gives the request its plan, or lets it be prefilled in full where nothing can be reused."""
         start = time.perf_counter()
+        blend_request, decision = waited.blend_request, waited.decision
         tokens = tuple(request.prompt_token_ids)
         tenant = self._shelf(request, blend_request)
         found = self.blend_lookup(tenant, tokens, blend_request, request.request_id)
         spans, why = found.spans, ""
         if not spans:
             why = found.why_not(blend_request, self.blend_settings.min_chunk_tokens)
-        settings, decision = blend_request.settings, waited.decision if waited is not None else None
+        settings = blend_request.settings
         if decision is not None and any(decision.load):
             settings = replace(settings, recomp_ratio=decision.ratio)
-        elif decision is not None and waited is not None and any(waited.tiers):
+        elif decision is not None and any(waited.tiers):
             spans, why = [], decision.reason
         asked = blend_request.report
         timed = asked or bool(self.log_stats)
@@ -202,9 +222,9 @@ class BlendScheduler(Switching, Connected):
             why_not=why,
             lookup_seconds=time.perf_counter() - start,
             asked=asked,
-            decided=waited.told if waited is not None else None,
+            decided=waited.told,
         )
-        if waited is not None and (seconds := waited.seconds(time.monotonic())) is not None:
+        if (seconds := waited.seconds(time.monotonic())) is not None:
             loaded = sum(span.key in waited.chunks for span in spans)
             self.blend_reports.waited(request.request_id, seconds, loaded)
 
@@ -217,6 +237,7 @@ class BlendScheduler(Switching, Connected):
             self._abort(given_up.__contains__)
         for request in self.blend_internal.start(stock.get_num_unfinished_requests()):
             stock.add_request(request)
+        self._ask_ahead()
         self._rows_left, self._step_blends = self._step_rows, None
         output = stock.schedule(*args, **kwargs)
         self.blend_internal.background.earn(self._client_rows(output.num_scheduled_tokens))
@@ -240,8 +261,8 @@ class BlendScheduler(Switching, Connected):
         assert fetches is not None and calibration is not None  # there is a store
         if calibration.done:
             fetches.computed(*calibration.longest)
-        for request_id in fetches.waiting:
-            self._advance(self.requests[request_id])
+        for request_id in list(self.blend_waiting):
+            self._attempt(self.requests[request_id], self._is_ready)
 
     def has_requests(self) -> bool:
         stock: Any = super()
@@ -271,8 +292,7 @@ class BlendScheduler(Switching, Connected):
                 if self.blend_fetches is not None:
                     self.blend_fetches.remove(key)
         self.blend_reports.forget(request_id)
-        if self.blend_fetches is not None:
-            self.blend_fetches.waiting.pop(request_id, None)
+        self.blend_waiting.pop(request_id, None)
         self.blend_plans.forget(request_id)
         self.connectors.forget(request_id)
 

@@ -15,9 +15,11 @@ from vllm.v1.request import RequestStatus
 from vllm_blend.core.step import MAX_FAILURES
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.request import BlendRequest
+from vllm_blend.server.scheduler.kv_connectors import KVConnectors
 from vllm_blend.server.scheduler.request_reports import FAILED, OFF, REPLACED, Reports
 from vllm_blend.server.scheduler.step_room import StepRoom
 from vllm_blend.server.scheduler.tier_fetches import Fetches
+from vllm_blend.server.scheduler.waiting import Waiting
 
 logger = logging.getLogger("vllm.vllm_blend.server")
 
@@ -31,6 +33,9 @@ class Switching(StepRoom):
     blend_chunks: ChunkRegistry
     blend_fetches: Fetches | None
     blend_reports: Reports
+    blend_waiting: dict[str, Waiting]
+    """Requests that wait for their plan, by id, in the order in which they came."""
+    connectors: KVConnectors
     _num_weights: int
     _in_order: bool
     """What is known of chunks is right, as far as it is known."""
@@ -57,9 +62,14 @@ class Switching(StepRoom):
         self.blend_plans.end_harvests()
         if self.blend_fetches is not None:
             self.blend_fetches.clear()
-            for request_id, waiting in list(self.blend_fetches.waiting.items()):
-                del self.blend_fetches.waiting[request_id]
-                self._refuse(self.requests[request_id], waiting.blend_request.report, OFF)
+        for request_id, waiting in list(self.blend_waiting.items()):
+            self._refuse(self.requests[request_id], waiting.blend_request.report, OFF)
+            self._wait_no_longer(self.requests[request_id])
+
+    def _wait_no_longer(self, request: Any) -> None:
+        """A request has its plan, or was refused one."""
+        del self.blend_waiting[request.request_id]
+        self.connectors.planned(request)
 
     def failed(self, error: Exception) -> None:
         """The scheduler's part of blending failed: what it knows of chunks may be wrong."""

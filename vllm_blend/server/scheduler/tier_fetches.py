@@ -51,7 +51,6 @@ class Fetches:
     def __init__(
         self, chunks: ChunkRegistry, background: BackgroundPrefill, contexts: Contexts
     ) -> None:
-        self.waiting: dict[str, Waiting] = {}
         self._chunks = chunks
         self._background = background
         self._contexts = contexts
