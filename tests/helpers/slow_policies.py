@@ -62,6 +62,13 @@ def slow_scores(policy: str, view: Any, seed: int) -> list[float]:
     return [score if s else -math.inf for score, s in zip(plain, view.stale.tolist(), strict=True)]
 
 
+def slow_points_nowhere(view: Any) -> bool:
+    """Whether one candidate in fifty gets more than half of the question's attention."""
+    pairs = zip(view.attention_ahead.tolist(), view.stale.tolist(), strict=True)
+    got = sorted((score if s else 0.0 for score, s in pairs), reverse=True)
+    return sum(got[: -(-len(got) // 50)]) > sum(got) / 2
+
+
 def check_rows(rows: list[int], policy: str, view: Any, seed: int, count: int) -> None:
     """Fails unless ``rows`` are ``count`` candidates of a view, ascending, and a policy's best."""
     assert rows == sorted(set(rows)) and len(rows) == count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -124,6 +125,37 @@ def test_where_the_question_is_asked_the_window_has_its_share(
         chosen = early.choose(request, received).tolist()
         view = EarlyCandidates(request.windows, received, CPU)
         check_rows(chosen, policy, view, seed, num_kept(ratio, request.num_chunk_rows))
+
+
+@settings(deadline=None)
+@given(made=chunks, seed=st.integers(0, 99), share=st.floats(0.05, 0.95))
+def test_a_question_points_nowhere_where_few_tokens_get_most(
+    made: list[tuple[int, int, bool, bool]], seed: int, share: float
+) -> None:
+    """What is exact does not count: it is never recomputed."""
+    (request,) = windows_of(plan_of(made, seed, policy="ahead"), 3, set())
+    exact = torch.tensor([e for _, count, e, _ in made for _ in range(count)])
+    few = math.ceil(0.02 * len(exact))
+    others = int((~exact).sum()) - few
+    assume(others > 0 and abs(share - 0.5) > 0.01 and share / few > 2 * (1 - share) / others)
+    received = torch.where(exact, 100.0, (1 - share) / max(others, 1))
+    received[(~exact).nonzero().flatten()[torch.randperm(others + few)[:few]]] = share / few
+    assert bool(early.points_nowhere(request, received)) == (share > 0.5)
+
+
+@settings(deadline=None)
+@given(made=chunks, ratio=st.floats(0, 1), seed=st.integers(0, 99))
+def test_where_the_question_points_nowhere_twice_as_many_are_chosen(
+    made: list[tuple[int, int, bool, bool]], ratio: float, seed: int
+) -> None:
+    (request,) = windows_of(plan_of(made, seed, policy="ahead*static", recomp_ratio=ratio), 3, set())
+    assume(request.settings.asks)
+    received = torch.rand(request.num_chunk_rows, generator=torch.Generator().manual_seed(seed))
+    once, more = (early.choose(request, received, nowhere).tolist() for nowhere in (False, True))
+    assert len(more) == num_kept(min(1.0, 2 * ratio), request.num_chunk_rows)
+    assert set(once) <= set(more)
+    none = torch.zeros(request.num_chunk_rows)
+    assert not early.points_nowhere(request, none)
 
 
 @pytest.mark.parametrize("policy", (*PLANNED_NAMES, *ASKING_NAMES))

@@ -36,6 +36,7 @@ STAGES = {
     "hear": ("model.lookahead:Questions.hear", "ahead", 1),
     "load asked": ("model.kv_loader:StoredLayers.old_kv", "ahead*static", 2),
     "choose": ("model.select.early:choose", "static", 1),
+    "look": ("model.select.early:points_nowhere", "ahead", 1),
     "choose asked": ("model.select.early:choose", "ahead", 1),
     "shrink": ("model.active_rows:ActiveRows.shrink", "static", 1),
     "describe": ("model.active_rows:ActiveRows.describe", "static", 1),

@@ -130,8 +130,10 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     seen: list[Choice] = []
     stock = early.choose
 
-    def look(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
-        seen.append(Choice(request, received, stock(request, received)))
+    def look(
+        request: StepRequest, received: torch.Tensor | None, nowhere: bool = False
+    ) -> torch.Tensor:
+        seen.append(Choice(request, received, stock(request, received, nowhere)))
         return seen[-1].rows
 
     monkeypatch.setattr(early, "choose", look)
@@ -335,7 +337,7 @@ def test_a_pass_ahead_leaves_nothing_but_the_choice(
     rows = iter(chosen)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "choose_rows", lambda settings, view, count: next(rows))
-        patch.setattr(early, "choose", lambda request, received: next(rows))
+        patch.setattr(early, "choose", lambda *_: next(rows))
         without = logits_of(engine, prompt, BlendPlan(spans, chosen_by(does_not, **options)))
     assert relative_error(with_pass, without) < 1e-5
 

@@ -214,7 +214,7 @@ def test_an_identity_that_says_nothing_is_no_proof(
     tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where wrong KV gives full prefill's answer too, stored KV was not used."""
-    monkeypatch.setattr(early, "choose", lambda request, _: torch.arange(request.num_chunk_rows))
+    monkeypatch.setattr(early, "choose", lambda request, *_: torch.arange(request.num_chunk_rows))
     with refusing(tiny("llama")) as llm, pytest.raises(RuntimeError, match="wrong KV"):
         blend_model(llm)
 
@@ -250,9 +250,9 @@ def test_what_is_warmed_up_is_what_requests_do(
 
     choose = early.choose
 
-    def look(request: Any, received: torch.Tensor | None) -> torch.Tensor:
+    def look(request: Any, received: torch.Tensor | None, *more: bool) -> torch.Tensor:
         asked.append(received is not None)
-        return choose(request, received)
+        return choose(request, received, *more)
 
     with make_engine(tiny("llama")) as engine:
         worker = engine.llm.llm_engine.model_executor.driver_worker

@@ -53,7 +53,8 @@ class BlendSettings:
             mask of the paper's published code, for comparison only; it lets queries see later keys.
         policy: how tokens are chosen: a name in ``POLICIES``, or a product ``a*b`` of their scores.
             Where ``ahead`` does not pay (``for_rows``), the rest of the product chooses twice as many
-            tokens. Those that look at chunk heads need a span for each chunk.
+            tokens; all of it does where the question points nowhere, as a request for a summary. Those
+            that look at chunk heads need a span for each chunk.
         seed: for ``"random"``, up to ``MAX_SEED``.
 
     Raises:

@@ -7,7 +7,7 @@ that look at a check layer take the layer loop (``model/loop.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -298,17 +298,38 @@ class Blending:
         """Of each request that does not wait for a check layer, which of its ``chunk_rows`` are
         computed: on the host, but where the question was asked."""
 
+        asking = [request for request in asking if request.settings.early]
+        nowhere = self._pointing_nowhere(_known(frame), asking) if asking else set()
+
         def choose() -> dict[StepRequest, torch.Tensor]:
             received = _known(frame).received
             with _known(frame).clock.stage("select"):
-                return {r: early.choose(r, received.get(r)) for r in step.blended if r.settings.early}
+                return {
+                    r: early.choose(r, received.get(r), r in nowhere)
+                    for r in step.blended
+                    if r.settings.early
+                }
 
         chosen = self.guard.attempt(choose, dict[StepRequest, torch.Tensor]())
         for request in asking:
-            if request.settings.early:
-                none = torch.zeros(early.num_chosen(request), dtype=torch.int64, device=request.device)
-                chosen[request] = broadcast_rank0(chosen.get(request, none))
+            count = early.num_chosen(request, request in nowhere)
+            none = torch.zeros(count, dtype=torch.int64, device=request.device)
+            chosen[request] = broadcast_rank0(chosen.get(request, none))
         return chosen
+
+    def _pointing_nowhere(
+        self, frame: ActiveRows, asking: list[StepRequest]
+    ) -> Collection[StepRequest]:
+        """The requests of which more rows are chosen for what their question attends to. The host has
+        to know how many: it waits for the device here, once in a step that asks."""
+
+        def look() -> torch.Tensor:
+            found = [early.points_nowhere(r, frame.received[r]) for r in asking]
+            return torch.stack(found).to(torch.int32)
+
+        none = torch.zeros(len(asking), dtype=torch.int32, device=frame.device)
+        flags = broadcast_rank0(self.guard.attempt(look, none)).tolist()
+        return {request for request, flag in zip(asking, flags, strict=True) if flag}
 
     def _prepared(
         self, frame: ActiveRows, inputs: rows.Inputs, chosen: dict[StepRequest, torch.Tensor]

@@ -3,6 +3,7 @@ what its question attends to."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -70,12 +71,35 @@ class EarlyCandidates:
         return both.pin_memory().to(self._device, non_blocking=True)
 
 
-def num_chosen(request: StepRequest) -> int:
-    """How many rows are chosen of a request whose question was asked."""
-    return num_kept(request.settings.last_ratio, request.num_chunk_rows)
+FEW = 0.02
+"""Share of the chunk tokens that get more than half of the attention of a question that points nowhere.
+Two models' requests for a summary gave them 0.44 to 0.79 of it, nearly all more than half; their
+questions 0.14 to 0.55 (docs/quality.md)."""
 
 
-def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
+def points_nowhere(request: StepRequest, received: torch.Tensor) -> torch.Tensor:
+    """Whether a question asks for no passage, as a request for a summary does: then it attends to the
+    few tokens that any text attends to, which says little of what the answer reads.
+
+    Args:
+        received: what the request's ``chunk_rows`` get of the question's attention.
+
+    Returns:
+        A bool, on the device.
+    """
+    view = EarlyCandidates(request.windows, received, request.device)
+    got = received * view.stale
+    return got.topk(math.ceil(FEW * got.numel())).values.sum() > got.sum() / 2
+
+
+def num_chosen(request: StepRequest, nowhere: bool) -> int:
+    """How many rows are chosen of a request whose question was asked: twice as many where it points
+    nowhere."""
+    ratio = request.settings.last_ratio
+    return num_kept(min(1.0, 2 * ratio) if nowhere else ratio, request.num_chunk_rows)
+
+
+def choose(request: StepRequest, received: torch.Tensor | None, nowhere: bool = False) -> torch.Tensor:
     """Which of the request's ``chunk_rows`` are recomputed, ascending, ``[num_chosen]`` int64.
 
     Where the question was asked, the ratio's share of this window's, on the device. Else of the whole
@@ -84,7 +108,7 @@ def choose(request: StepRequest, received: torch.Tensor | None) -> torch.Tensor:
     settings, plan = request.settings, request.plan
     if received is not None:
         view = EarlyCandidates(request.windows, received, request.device)
-        return make_policy(settings).rows(view, num_chosen(request))
+        return make_policy(settings).rows(view, num_chosen(request, nowhere))
     if not isinstance(plan, BlendPlan):
         return torch.empty(0, dtype=torch.int64)
     if "chosen" not in plan.made:
