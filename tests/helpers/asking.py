@@ -28,6 +28,21 @@ def blending_engine(folder: Path) -> Iterator[Engine]:
         yield engine
 
 
+@contextmanager
+def cutting_engine(folder: Path, num_tokens: int, **settings: Any) -> Iterator[Engine]:
+    """One that computes so many tokens a step, so that it cuts longer prefills."""
+    with make_engine(
+        folder,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=4,
+        additional_config={"vllm_blend": settings},
+    ) as engine:
+        drain(engine)
+        yield engine
+
+
 def with_known_chunks(
     engine: Any, policy: str
 ) -> tuple[list[list[int]], dict[str, Any], list[list[int]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from asking import REPORT, answer, cutting_engine, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 
 from vllm_blend.core.plans import ChunkIds
@@ -32,15 +32,7 @@ def server(tiny: Any) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def cut(tiny: Any) -> Iterator[Engine]:
     """One whose prefills are cut."""
-    with make_engine(
-        tiny("llama"),
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        max_num_batched_tokens=STEP,
-        max_num_seqs=4,
-        additional_config={"vllm_blend": {"ram_gb": 0.01}},
-    ) as engine:
-        drain(engine)
+    with cutting_engine(tiny("llama"), STEP, ram_gb=0.01) as engine:
         yield engine
 
 

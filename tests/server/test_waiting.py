@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import REPORT, answer, drain, outputs, prompt_of, report, scheduler
+from asking import REPORT, answer, cutting_engine, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
 from vllm import SamplingParams
 
@@ -20,15 +20,8 @@ STEP = 400
 
 @pytest.fixture(scope="module")
 def server(tiny: Any) -> Iterator[Engine]:
-    with make_engine(
-        tiny("llama"),
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        max_num_batched_tokens=STEP,
-        max_num_seqs=4,
-        additional_config={"vllm_blend": {"ram_gb": 0.05, "stand_in": "", "background_share": 0}},
-    ) as engine:
-        drain(engine)
+    settings = {"ram_gb": 0.05, "stand_in": "", "background_share": 0}
+    with cutting_engine(tiny("llama"), STEP, **settings) as engine:
         yield engine
 
 

@@ -68,8 +68,8 @@ class Switching(StepRoom):
 
     def _wait_no_longer(self, request: Any) -> None:
         """A request has its plan, or was refused one."""
-        del self.blend_waiting[request.request_id]
-        self.connectors.planned(request)
+        if self.blend_waiting.pop(request.request_id, None) is not None:
+            self.connectors.planned(request)
 
     def failed(self, error: Exception) -> None:
         """The scheduler's part of blending failed: what it knows of chunks may be wrong."""
