@@ -35,17 +35,6 @@ def weights(
         yield engine
 
 
-@pytest.fixture(scope="module")
-def distances(weights: Engine) -> tuple[list[float], list[float]]:
-    return distances_to_full_prefill(weights)
-
-
-@pytest.fixture(scope="module")
-def rounding(distances: tuple[list[float], list[float]]) -> float:
-    """The farthest that full prefill is from itself where other last bits go to the cache."""
-    return max(distances[1])
-
-
 def error(engine: Engine, kvs: list[list[torch.Tensor]], ratio: float, policy: str) -> float:
     """Of a blended prompt's logits, against full prefill's."""
     prompt, full = first_logits(engine)
@@ -59,29 +48,25 @@ def collected(engine: Engine) -> list[list[torch.Tensor]]:
 
 @pytest.mark.covers("weights: {weights}", backend="FLASH_ATTN", family="llama")
 @pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
-def test_exact_kv_with_quantized_weights_is_full_prefill(
-    weights: Engine, policy: str, rounding: float
-) -> None:
+def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy: str) -> None:
     exact = collected(weights)
     errors = [error(weights, exact, ratio, policy) for ratio in RATIOS]
-    print(f"{policy}: {errors} ({rounding:.4f})")
-    assert max(errors) < rounding
+    print(f"{policy}: {errors}")
+    assert max(errors) < 0.04  # as on a CPU
 
 
-def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
-    distances: tuple[list[float], list[float]],
-) -> None:
-    blended, to_itself = distances
+def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(weights: Engine) -> None:
+    blended, to_itself = distances_to_full_prefill(weights)
     print(f"exact KV {mean(blended):.4f}, full prefill to itself {mean(to_itself):.4f}")
     assert mean(blended) < mean(to_itself)
 
 
-def test_wrong_kv_with_quantized_weights_is_not(weights: Engine, rounding: float) -> None:
+def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:
     wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in collected(weights)]
-    assert error(weights, wrong, 0.0, "random") > max(0.1, rounding)
+    assert error(weights, wrong, 0.0, "random") > 0.1
 
 
-def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine, rounding: float) -> None:
+def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine) -> None:
     torch.manual_seed(0)
     noise = [[torch.randn_like(t) for t in layer] for layer in collected(weights)]
-    assert error(weights, noise, 1.0, "random") < rounding
+    assert error(weights, noise, 1.0, "random") < 0.02
