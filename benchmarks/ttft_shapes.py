@@ -290,8 +290,13 @@ class Bench:
                 settings = BlendSettings(recomp_ratio=ratio, policy=policy)
                 name = f"{policy} {ratio:.0%}, KV {place}"
                 self.settings[name] = settings
-                found[name] = partial(self.run, token_ids, BlendPlan(spans, settings))
+                found[name] = partial(self.blended, token_ids, spans, settings)
         return found
+
+    def blended(
+        self, token_ids: list[int], spans: tuple[ChunkSpan, ...], settings: BlendSettings
+    ) -> None:
+        self.run(token_ids, BlendPlan(spans, settings))  # anew: a plan keeps which rows were chosen
 
     def prefix_hit(self, prefix: list[int], num_tokens: int) -> None:
         self._tails += 1

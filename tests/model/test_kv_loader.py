@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from engines import Engine, plan_for, run
@@ -63,8 +65,8 @@ SHAPE = (2, 8)  # heads and their size: 32 bytes a head in fp32
 class OnGPU(StoredKV):
     """Stands for KV that a kernel can read where it lies."""
 
-    def addresses(self, start: int) -> torch.Tensor:
-        return torch.tensor([[t[start].data_ptr() for t in layer] for layer in self.layers])
+    def addresses(self, start: int) -> npt.NDArray[np.int64]:
+        return np.array([[t[start].data_ptr() for t in layer] for layer in self.layers])
 
 
 class Widened(Sequence[LayerKV]):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers
@@ -62,7 +64,7 @@ class StoredKV:
         """Whether ``layers[layer]`` is there without a wait."""
         return layer < getattr(self.layers, "arrived", len(self.layers))
 
-    def addresses(self, start: int) -> torch.Tensor | None:
+    def addresses(self, start: int) -> npt.NDArray[np.int64] | None:
         """Where a GPU finds each layer's K and V of token ``start``, ``[num_layers, 2]`` int64.
 
         None where they must be copied first: they lie in the host's memory, or scattered, or come late.
@@ -73,7 +75,7 @@ class StoredKV:
         return None if self._first is None else self._first + start * k.stride(0) * k.element_size()
 
     @cached_property
-    def _first(self) -> torch.Tensor | None:
+    def _first(self) -> npt.NDArray[np.int64] | None:
         """The addresses of token 0."""
         layers = self.layers
         if isinstance(layers, BlockLayers):
@@ -81,11 +83,11 @@ class StoredKV:
             sizes = [stride * layers.block.element_size() for stride in layers.block.stride()[:2]]
             if not _readable(first) or any(size % WIDEST_LOAD for size in sizes):
                 return None
-            index = torch.arange(len(layers))[:, None] * sizes[0] + torch.arange(2) * sizes[1]
+            index = np.arange(len(layers))[:, None] * sizes[0] + np.arange(2) * sizes[1]
             return layers.block.data_ptr() + index
         if not _readable(layers):
             return None
-        return torch.tensor([[tensor.data_ptr() for tensor in layer] for layer in layers])
+        return np.array([[tensor.data_ptr() for tensor in layer] for layer in layers])
 
     def tokens(self, start: int, end: int) -> StoredKV:
         """The KV of tokens ``[start, end)`` of these; not copied. Waits for KV that comes late."""

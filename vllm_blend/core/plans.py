@@ -84,8 +84,9 @@ class BlendPlan:
                 )
         for index, span in enumerate(self.spans):
             span.kv.check(shape, span.end - span.start, name=f"spans[{index}].kv")
-            found = tuple(prompt_token_ids[span.start : span.end])
-            if span.token_ids is not None and span.token_ids != found:
+            if span.token_ids is None:
+                continue
+            if span.token_ids != tuple(prompt_token_ids[span.start : span.end]):
                 raise ValueError(
                     f"spans[{index}] was computed for other tokens than the prompt has at "
                     f"[{span.start}, {span.end})"

@@ -74,6 +74,11 @@ class StepRequest:
         return (self.plan,) if isinstance(self.plan, CollectPlan) else self.plan.harvest
 
     @property
+    def shift(self) -> int:
+        """From a prompt position in the window to its row of the step."""
+        return self.row - self.position
+
+    @property
     def end(self) -> int:
         """Prompt position after its last row."""
         return self.position + self.num_rows
@@ -97,14 +102,8 @@ class StepRequest:
     @cached_property
     def chunk_rows(self) -> torch.Tensor:
         """Rows of the step that stored KV stands for, ascending, ``[num_chunk_rows]`` int64."""
-        return self.chunk_rows_on(self.device)
-
-    def chunk_rows_on(self, device: torch.device) -> torch.Tensor:
-        """``chunk_rows`` on any device."""
-        shift = self.row - self.position
-        return torch.cat(
-            [torch.arange(lo + shift, hi + shift, device=device) for _, lo, hi in self.windows]
-        )
+        places = [(lo + self.shift, hi + self.shift) for _, lo, hi in self.windows]
+        return torch.cat([torch.arange(lo, hi, device=self.device) for lo, hi in places])
 
     def old_kv(self, layer: int) -> LayerKV:
         """Stored K and V of ``chunk_rows`` at one layer on the step's device, each ``[num_chunk_rows,

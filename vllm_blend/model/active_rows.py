@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
@@ -327,7 +328,7 @@ class ActiveRows(ChosenRows):
         tables = SegmentTables(len(segments), self.step.num_rows, self._num_layers, self.device)
         tables.fill(
             [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
-            torch.stack([segment.addresses for segment in segments], dim=1),
+            np.stack([segment.addresses for segment in segments], axis=1),
         )
         fusing.tables = tables
         return tables

@@ -231,8 +231,15 @@ class Blending:
         asking = [r for r in step.blended if r.settings.asks]
         if asking:
             self._ask(step, frame, asking, inputs)
-        chosen = self._choose(step, frame, asking)
+        asked = [r for r in asking if r.settings.early]
+        pointing = self._pointing_nowhere(_known(frame), asked) if asked else None
+        chosen = self._choose(step, frame, asked)
         run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
+        # the host waits for the device here, with all prepared for questions that point somewhere
+        if pointing is not None and any(flags := pointing.tolist()):
+            nowhere = {r for r, flag in zip(asked, flags, strict=True) if flag}
+            chosen = self._choose(step, frame, asked, nowhere)
+            run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
         if not guard.agree(digest_of(step), digest_of_choice(chosen)):
             chosen = first_ranks(chosen)  # whose scores may differ in their last bits
             run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
@@ -293,13 +300,14 @@ class Blending:
         guard.attempt(frame.begin_rest, None)
 
     def _choose(
-        self, step: BlendStep, frame: ActiveRows | None, asking: list[StepRequest]
+        self,
+        step: BlendStep,
+        frame: ActiveRows | None,
+        asked: Sequence[StepRequest],
+        nowhere: Collection[StepRequest] = (),
     ) -> dict[StepRequest, torch.Tensor]:
         """Of each request that does not wait for a check layer, which of its ``chunk_rows`` are
-        computed: on the host, but where the question was asked."""
-
-        asking = [request for request in asking if request.settings.early]
-        nowhere = self._pointing_nowhere(_known(frame), asking) if asking else set()
+        computed: on the host, but where the question was asked. More, where it points ``nowhere``."""
 
         def choose() -> dict[StepRequest, torch.Tensor]:
             received = _known(frame).received
@@ -311,25 +319,21 @@ class Blending:
                 }
 
         chosen = self.guard.attempt(choose, dict[StepRequest, torch.Tensor]())
-        for request in asking:
+        for request in asked:
             count = early.num_chosen(request, request in nowhere)
             none = torch.zeros(count, dtype=torch.int64, device=request.device)
             chosen[request] = broadcast_rank0(chosen.get(request, none))
         return chosen
 
-    def _pointing_nowhere(
-        self, frame: ActiveRows, asking: list[StepRequest]
-    ) -> Collection[StepRequest]:
-        """The requests of which more rows are chosen for what their question attends to. The host has
-        to know how many: it waits for the device here, once in a step that asks."""
+    def _pointing_nowhere(self, frame: ActiveRows, asked: Sequence[StepRequest]) -> torch.Tensor:
+        """Of which requests more rows are chosen for what their question attends to, on the device."""
 
         def look() -> torch.Tensor:
-            found = [early.points_nowhere(r, frame.received[r]) for r in asking]
+            found = [early.points_nowhere(r, frame.received[r]) for r in asked]
             return torch.stack(found).to(torch.int32)
 
-        none = torch.zeros(len(asking), dtype=torch.int32, device=frame.device)
-        flags = broadcast_rank0(self.guard.attempt(look, none)).tolist()
-        return {request for request, flag in zip(asking, flags, strict=True) if flag}
+        none = torch.zeros(len(asked), dtype=torch.int32, device=frame.device)
+        return broadcast_rank0(self.guard.attempt(look, none))
 
     def _prepared(
         self, frame: ActiveRows, inputs: rows.Inputs, chosen: dict[StepRequest, torch.Tensor]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_blend.core.step import BlendStep, StepRequest
@@ -97,8 +99,10 @@ class ChosenRows:
         """Drops the chunk rows not in ``kept``; returns the indices of the rows that stay."""
         before = self._rows
         self.kept |= kept
-        on_host = all(index.device.type == "cpu" for index in self.kept.values())
-        self._take(self._kept_rows(torch.device("cpu") if on_host else self.device))
+        if all(index.device.type == "cpu" for index in self.kept.values()):
+            self._take_from_host(self._kept_on_host())
+        else:
+            self._take(self._kept_on_device(), None)
         return self.rows if before is None else torch.searchsorted(before, self.rows)
 
     def own_rows_of(self, requests: Iterable[StepRequest]) -> None:
@@ -106,39 +110,47 @@ class ChosenRows:
         requests = list(requests)
         self.kept = {request: torch.empty(0, dtype=torch.int64) for request in requests}
         self.fused = {request for request in self.step.blended if request not in requests}
-        rows = []
+        own = np.zeros(self.step.num_rows, dtype=bool)
         for request in requests:
-            own = torch.ones(request.num_rows, dtype=torch.bool)
+            own[request.row : request.row + request.num_rows] = True
             for _, start, end in request.windows:
-                own[start - request.position : end - request.position] = False
-            rows.append(own.nonzero().flatten() + request.row)
-        self._take(torch.cat(rows))
+                own[start + request.shift : end + request.shift] = False
+        self._take_from_host(np.flatnonzero(own))
 
-    def _kept_rows(self, device: torch.device) -> torch.Tensor:
-        """The step's rows without the chunk rows that are not kept, on ``device``."""
-        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=device)
+    def _kept_on_host(self) -> npt.NDArray[np.int64]:
+        """The step's rows without the chunk rows that are not kept."""
+        mask = np.ones(self.step.num_rows, dtype=bool)  # numpy: torch takes ten times as long here
+        for request, index in self.kept.items():
+            kept = np.zeros(request.num_chunk_rows, dtype=bool)
+            kept[index.numpy()] = True
+            first = 0
+            for _, start, end in request.windows:
+                mask[start + request.shift : end + request.shift] = kept[first : first + end - start]
+                first += end - start
+        return np.flatnonzero(mask)
+
+    def _kept_on_device(self) -> torch.Tensor:
+        """The same, where the host does not know what is kept."""
+        mask = torch.ones(self.step.num_rows, dtype=torch.bool, device=self.device)
         count = self.step.num_rows
         for request, index in self.kept.items():
             count -= request.num_chunk_rows - index.numel()
-            shift = request.row - request.position
             for _, start, end in request.windows:
-                mask[start + shift : end + shift] = False
+                mask[start + request.shift : end + request.shift] = False
             # not `mask[rows] = True`: on a GPU that waits for the device, to copy the scalar there
-            mask.index_fill_(0, request.chunk_rows_on(device)[index.to(device)], True)
+            mask.index_fill_(0, request.chunk_rows[index.to(self.device)], True)
         return torch.nonzero_static(mask, size=count).flatten()
 
-    def _take(self, rows: torch.Tensor) -> None:
-        """Makes ``rows``, ascending, on the host or the device, the frame's."""
-        starts = torch.as_tensor(self.step.starts)
-        if rows.device != self.device:  # chosen by the host: one copy for all that it knows
-            both = torch.cat([rows, torch.searchsorted(rows, starts)]).pin_memory()
-            rows, query_start_loc = both.to(self.device, non_blocking=True).split(
-                [rows.numel(), starts.numel()]
-            )
-            self._query_start_loc = query_start_loc.to(torch.int32)
-        else:
-            self._query_start_loc = None
-        self._rows, self._positions = rows, None
+    def _take_from_host(self, rows: npt.NDArray[np.int64]) -> None:
+        """Makes ``rows``, ascending, the frame's, by one copy to the device for all that is known."""
+        starts = np.searchsorted(rows, self.step.starts)
+        both = torch.from_numpy(np.concatenate([rows, starts]))
+        if self.device.type == "cuda":
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        self._take(both[: len(rows)], both[len(rows) :].to(torch.int32))
+
+    def _take(self, rows: torch.Tensor, query_start_loc: torch.Tensor | None) -> None:
+        self._rows, self._query_start_loc, self._positions = rows, query_start_loc, None
         self.num_choices += 1
         self.changed()
 

@@ -51,7 +51,7 @@ class Collecting:
                 continue
             start = max(plan.start, request.position)
             end = min(plan.num_prompt_tokens, request.end)
-            row = request.row + start - request.position
+            row = start + request.shift
             row = row if frame is None else frame.row_of(request, start)
             self._parts.append((plan, start, row, row + end - start))
         if staged is None:

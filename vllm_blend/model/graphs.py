@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
@@ -150,7 +151,7 @@ class RowGraphs:
         of_first = sum(counts[: len(first)])
         tables.fill(
             [(segment.end - segment.start, segment.position, segment.row) for segment in segments],
-            torch.stack([segment.addresses for segment in segments], dim=1) if segments else [],
+            np.stack([segment.addresses for segment in segments], axis=1) if segments else [],
             [of_first if layer < frame.fused_layers else len(segments) for layer in range(last + 1)],
         )
         return True

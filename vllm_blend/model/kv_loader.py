@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_blend.core.kv import WIDEST_LOAD, StoredKV, concat_kv
@@ -41,7 +43,7 @@ class Window:
         kv: what they are a part of: its tokens ``[start, end)``.
         position: of the first one in its prompt.
         row: of the first one in the step.
-        addresses: of the first K and the first V of each layer on the GPU, ``[num_layers, 2]`` int64.
+        addresses: of the first K and the first V of each layer on the GPU, ``[num_layers, 2]``.
         places: K and V in each buffer of the ring, ``[2, num_tokens, num_kv_heads, head_size]``; none
             where they are read where they lie.
     """
@@ -51,7 +53,7 @@ class Window:
     end: int
     position: int
     row: int
-    addresses: torch.Tensor
+    addresses: npt.NDArray[np.int64]
     places: tuple[torch.Tensor, ...] = ()
 
     def at(self, layer: int) -> LayerKV:
@@ -199,31 +201,20 @@ class StoredLayers:
         found = [(request, *window) for request in requests for window in request.windows]
         parts = [(id(span.kv.layers), lo - span.start, hi - span.start) for _, span, lo, hi in found]
         lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
-        ring_row: dict[tuple[int, int, int], int] = {}
-        rows = 0
-        for part, at in zip(parts, lies_at, strict=True):
-            if at is None and part not in ring_row:
-                ring_row[part] = rows
-                rows += 2 * (part[2] - part[1])
-        # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
-        size = (AHEAD, rows, *self._example.shape[1:])
-        with torch.cuda.stream(self._stream):  # memory that no layer in flight still uses
-            self._ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
-        self._ring.record_stream(torch.cuda.current_stream(self._device))
+        copied = dict.fromkeys(part for part, at in zip(parts, lies_at, strict=True) if at is None)
+        in_ring = self._places_in_ring([end - start for _, start, end in copied])
+        place_of = dict(zip(copied, in_ring, strict=True))
         on_ring: dict[tuple[int, int, int], Window] = {}
         for (request, span, lo, hi), part, at in zip(found, parts, lies_at, strict=True):
             places: tuple[torch.Tensor, ...] = ()
             if at is None:
-                ring = self._ring[:, ring_row[part] : ring_row[part] + 2 * (hi - lo)]
-                places = tuple(ring.unflatten(1, (2, hi - lo)))
-                buffers = torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in places])
-                at = buffers[torch.arange(self._num_layers) % AHEAD]
+                places, at = place_of[part]
             window = Window(
                 span.kv,
                 start=lo - span.start,
                 end=hi - span.start,
                 position=lo,
-                row=request.row + lo - request.position,
+                row=lo + request.shift,
                 addresses=at,
                 places=places,
             )
@@ -234,6 +225,26 @@ class StoredLayers:
         self._fast = [window for window in self._on_ring if window.in_one_block]
         self._others = [window for window in self._on_ring if not window.in_one_block]
         self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]
+
+    def _places_in_ring(
+        self, counts: Sequence[int]
+    ) -> list[tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]]:
+        """Makes the ring. Of each window with so many tokens: its ``places`` and ``addresses``."""
+        if not counts:
+            return []
+        # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
+        size = (AHEAD, 2 * sum(counts), *self._example.shape[1:])
+        with torch.cuda.stream(self._stream):  # memory that no layer in flight still uses
+            ring = torch.empty(size, dtype=self._example.dtype, device=self._device)
+        ring.record_stream(torch.cuda.current_stream(self._device))
+        start, row = ring.data_ptr(), ring.stride(1) * ring.element_size()
+        buffers = start + np.arange(self._num_layers)[:, None] % AHEAD * ring[0].nbytes
+        found = []
+        for part, count in zip(ring.split([2 * n for n in counts], dim=1), counts, strict=True):
+            places = part.view(AHEAD, 2, count, *ring.shape[2:]).unbind(0)
+            found.append((places, buffers + np.arange(2) * count * row))
+            buffers = buffers + 2 * count * row
+        return found
 
     def _has(self, layer: int) -> bool:
         """Whether a layer is there to be copied."""

@@ -99,7 +99,7 @@ class Questions:
             start += request.num_chunk_rows
             real = asked.last_keys >= 0
             positions = self._frame.positions[own]
-            chunk = request.chunk_rows - request.row + request.position
+            chunk = request.chunk_rows - request.shift
             k = torch.cat([stored, key[own].view(len(positions), *stored.shape[1:])])
             at = torch.cat([chunk, positions])
             if request.position:
@@ -123,7 +123,7 @@ class Questions:
         found = {}
         for asked in self._asked:
             request = asked.request
-            rows = request.chunk_rows - request.row + request.position
+            rows = request.chunk_rows - request.shift
             found[request] = asked.total[rows]
         return found
 
