@@ -80,6 +80,26 @@ def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
     assert memory._arena.free_bytes == memory._arena.size
 
 
+def test_with_an_eighth_more_nearly_all_chunks_find_room_in_one_piece() -> None:
+    """Sixty chunks of 900 to 1,250 units, the oldest of which leave for others."""
+    choose = random.Random(0)
+    budget = 60 * 1250 * 192
+    sizes: dict[int, tuple[int, torch.Tensor]] = {}
+    for share, most in ((8, None), (9, 0.03)):
+        memory, apart = PinnedMemory(budget * share // 8), 0
+        sizes.clear()
+        for turn in range(1500):
+            num_tokens = choose.randint(900, 1250)
+            while sum(size for size, _ in sizes.values()) + num_tokens * 192 > budget:
+                gone = choose.choice([*sizes][:15])
+                del sizes[gone]
+                memory.free(b"%d" % gone)
+            room = memory.reserve(b"%d" % turn, KVShape(3, 2, 8, torch.half), num_tokens)
+            sizes[turn] = room.nbytes, room
+            apart += b"%d" % turn not in memory._extents
+        assert apart > 100 if most is None else apart < most * 1500
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
     whole = copied(PinnedMemory(1 << 20), b"a", chunk(33, 1, "cpu"))

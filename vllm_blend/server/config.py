@@ -118,7 +118,8 @@ class ServerSettings:
         min_chunk_tokens: shorter chunks are computed afresh, also those that a request names.
         max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
             computed, kept and loaded as a whole.
-        ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package.
+        ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package. With a GPU
+            an eighth more is reserved, so that chunks of any size find room in one piece.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers later, and are found there again.
         step_rows: rows that a step computes at most; a blended prompt's reused tokens do not count, so
@@ -217,14 +218,15 @@ class ServerSettings:
         return int(0.9 * self.store["host_gb"] * 1e9)
 
     def collect_bytes(self, token_bytes: int) -> int:
-        """Host memory for chunks that a GPU computes: all that are kept, or with a store, which has
-        memory of its own, two of the longest on their way there, and a tenth of ``host_gb`` at most.
+        """Host memory for chunks that a GPU computes: for all that are kept, and an eighth more for
+        holes between them. With a store, which has memory of its own, for two of the longest on their
+        way there, a tenth of ``host_gb`` at most.
 
         Args:
             token_bytes: of a token's K and V in all layers.
         """
         if self.store is None:
-            return self.chunk_bytes
+            return self.chunk_bytes * 9 // 8
         return min(2 * self.max_chunk_tokens * token_bytes, self.chunk_bytes // 9)
 
     @classmethod
