@@ -7,7 +7,7 @@ that look at a check layer take the layer loop (``model/loop.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -24,7 +24,7 @@ from vllm_blend.core.kv import KVShape
 from vllm_blend.core.settings import asked_layers
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
-from vllm_blend.core.tensor_parallel import all_reduce_sum, broadcast_rank0
+from vllm_blend.core.tensor_parallel import all_reduce_sum
 from vllm_blend.core.window_news import WindowNews
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard, places_of
@@ -33,7 +33,7 @@ from vllm_blend.model.collect import Collecting, keep
 from vllm_blend.model.guard import Guard, StepFailed, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions
-from vllm_blend.model.select import early
+from vllm_blend.model.row_choice import Chosen, RowChoice
 from vllm_blend.model.stages import StageRun, digest_of, digest_of_choice, first_ranks
 
 if TYPE_CHECKING:
@@ -231,14 +231,11 @@ class Blending:
         asking = [r for r in step.blended if r.settings.asks]
         if asking:
             self._ask(step, frame, asking, inputs)
-        asked = [r for r in asking if r.settings.early]
-        pointing = self._pointing_nowhere(_known(frame), asked) if asked else None
-        chosen = self._choose(step, frame, asked)
+        choice = RowChoice(guard, step, frame, [r for r in asking if r.settings.early])
+        chosen = choice.rows()
         run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
-        # the host waits for the device here, with all prepared for questions that point somewhere
-        if pointing is not None and any(flags := pointing.tolist()):
-            nowhere = {r for r, flag in zip(asked, flags, strict=True) if flag}
-            chosen = self._choose(step, frame, asked, nowhere)
+        if (more := choice.more_rows()) is not None:
+            chosen = more
             run = guard.attempt(lambda: self._prepared(_known(frame), inputs, chosen), None)
         if not guard.agree(digest_of(step), digest_of_choice(chosen)):
             chosen = first_ranks(chosen)  # whose scores may differ in their last bits
@@ -299,44 +296,8 @@ class Blending:
         frame.fused |= set(asking)
         guard.attempt(frame.begin_rest, None)
 
-    def _choose(
-        self,
-        step: BlendStep,
-        frame: ActiveRows | None,
-        asked: Sequence[StepRequest],
-        nowhere: Collection[StepRequest] = (),
-    ) -> dict[StepRequest, torch.Tensor]:
-        """Of each request that does not wait for a check layer, which of its ``chunk_rows`` are
-        computed: on the host, but where the question was asked. More, where it points ``nowhere``."""
-
-        def choose() -> dict[StepRequest, torch.Tensor]:
-            received = _known(frame).received
-            with _known(frame).clock.stage("select"):
-                return {
-                    r: early.choose(r, received.get(r), r in nowhere)
-                    for r in step.blended
-                    if r.settings.early
-                }
-
-        chosen = self.guard.attempt(choose, dict[StepRequest, torch.Tensor]())
-        for request in asked:
-            count = early.num_chosen(request, request in nowhere)
-            none = torch.zeros(count, dtype=torch.int64, device=request.device)
-            chosen[request] = broadcast_rank0(chosen.get(request, none))
-        return chosen
-
-    def _pointing_nowhere(self, frame: ActiveRows, asked: Sequence[StepRequest]) -> torch.Tensor:
-        """Of which requests more rows are chosen for what their question attends to, on the device."""
-
-        def look() -> torch.Tensor:
-            found = [early.points_nowhere(r, frame.received[r]) for r in asked]
-            return torch.stack(found).to(torch.int32)
-
-        none = torch.zeros(len(asked), dtype=torch.int32, device=frame.device)
-        return broadcast_rank0(self.guard.attempt(look, none))
-
     def _prepared(
-        self, frame: ActiveRows, inputs: rows.Inputs, chosen: dict[StepRequest, torch.Tensor]
+        self, frame: ActiveRows, inputs: rows.Inputs, chosen: Chosen
     ) -> Callable[[], rows.Hidden]:
         """The forward of the chosen rows, to be called."""
         with frame.clock.stage("select"):
@@ -361,7 +322,7 @@ class Blending:
         frame: ActiveRows,
         inputs: rows.Inputs,
         hidden: rows.Hidden,
-        chosen: dict[StepRequest, torch.Tensor],
+        chosen: Chosen,
     ) -> rows.Hidden:
         """Hidden states of all rows of what the step has run."""
         if len(chosen) < len(frame.step.blended):
