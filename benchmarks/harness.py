@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from vllm_blend.api.prompts import BlendPrompt
 
 INPUTS = pathlib.Path(__file__).parent.parent / "inputs"
-QUESTION = "In one sentence, which of these documents is about a museum, and what does it say?"
+QUESTION = "By whom was the project of the Corrie 11 led?"
+"""The first of the documents tells."""
 
 
 def samples() -> list[dict[str, Any]]:
