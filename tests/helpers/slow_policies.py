@@ -63,10 +63,11 @@ def slow_scores(policy: str, view: Any, seed: int) -> list[float]:
 
 
 def slow_points_nowhere(view: Any) -> bool:
-    """Whether one candidate in fifty gets more than half of the question's attention."""
+    """Whether one candidate in fifty, or the root of their number if that is less, gets more than
+    half of the question's attention."""
     pairs = zip(view.attention_ahead.tolist(), view.stale.tolist(), strict=True)
     got = sorted((score if s else 0.0 for score, s in pairs), reverse=True)
-    return sum(got[: -(-len(got) // 50)]) > sum(got) / 2
+    return sum(got[: min(-(-len(got) // 50), math.ceil(len(got) ** 0.5))]) > sum(got) / 2
 
 
 def check_rows(rows: list[int], policy: str, view: Any, seed: int, count: int) -> None:

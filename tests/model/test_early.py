@@ -144,6 +144,17 @@ def test_a_question_points_nowhere_where_few_tokens_get_most(
     assert bool(early.points_nowhere(request, received)) == (share > 0.5)
 
 
+@pytest.mark.parametrize("num_tokens, few", [(60, 2), (2500, 50), (2501, 51), (10_000, 100)])
+def test_how_many_tokens_are_few(num_tokens: int, few: int) -> None:
+    """One in fifty of a short prompt's; of a long one's no more than the square root."""
+    (request,) = windows_of(plan_of([(3, num_tokens, False, True)], 0, policy="ahead"), 3, set())
+    for most in (few, few + 1):
+        received = torch.zeros(num_tokens)
+        received[:most] = 1 / most
+        received[most:] = 0.99 / (num_tokens - most)
+        assert bool(early.points_nowhere(request, received)) == (most == few)
+
+
 @settings(deadline=None)
 @given(made=chunks, ratio=st.floats(0, 1), seed=st.integers(0, 99))
 def test_where_the_question_points_nowhere_twice_as_many_are_chosen(

@@ -72,9 +72,14 @@ class EarlyCandidates:
 
 
 FEW = 0.02
-"""Share of the chunk tokens that get more than half of the attention of a question that points nowhere.
-Two models' requests for a summary gave them 0.44 to 0.79 of it, nearly all more than half; their
-questions 0.14 to 0.55 (docs/quality.md)."""
+
+
+def num_few(num_tokens: int) -> int:
+    """How many of a prompt's chunk tokens get more than half of the attention of a question that points
+    nowhere: ``FEW`` of them, and no more than their number's square root, since the tokens that any
+    text attends to grow more slowly than the text. Two models' requests for a summary gave them 0.44 to
+    0.79 of it, nearly all more than half, their questions 0.14 to 0.55 (docs/quality.md)."""
+    return math.ceil(min(FEW * num_tokens, math.sqrt(num_tokens)))
 
 
 def points_nowhere(request: StepRequest, received: torch.Tensor) -> torch.Tensor:
@@ -89,7 +94,7 @@ def points_nowhere(request: StepRequest, received: torch.Tensor) -> torch.Tensor
     """
     view = EarlyCandidates(request.windows, received, request.device)
     got = received * view.stale
-    return got.topk(math.ceil(FEW * got.numel())).values.sum() > got.sum() / 2
+    return got.topk(num_few(got.numel())).values.sum() > got.sum() / 2
 
 
 def num_chosen(request: StepRequest, nowhere: bool) -> int:
