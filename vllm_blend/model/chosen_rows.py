@@ -119,7 +119,7 @@ class ChosenRows:
 
     def _kept_on_host(self) -> npt.NDArray[np.int64]:
         """The step's rows without the chunk rows that are not kept."""
-        mask = np.ones(self.step.num_rows, dtype=bool)  # numpy: torch takes ten times as long here
+        mask = np.ones(self.step.num_rows, dtype=bool)  # numpy: torch takes several times as long
         for request, index in self.kept.items():
             kept = np.zeros(request.num_chunk_rows, dtype=bool)
             kept[index.numpy()] = True
