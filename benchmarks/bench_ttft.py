@@ -3,7 +3,8 @@
 A prompt is a chat turn over chunks of the inputs. The chunks' KV lies in one safetensors file a chunk;
 blended times include opening the files, so the load counts. The methods take turns; printed are the
 median time and the median of the rounds' ratios. "at the floor": full prefill, if only the rows that
-blending computes cost time.
+blending computes cost time. Rows are told by the ratio; a ``--question`` that asks for no passage, as a
+request for a summary, has policies with ``ahead`` recompute twice as many.
 Last line: JSON.
 """
 
@@ -23,7 +24,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
 
-from harness import hardware, measure, print_table, prompt_of
+from harness import QUESTION, hardware, measure, print_table, prompt_of
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
@@ -67,6 +68,7 @@ def main() -> None:
         default=["static", "ahead*static", "hkvd"],
         help="how tokens are chosen",
     )
+    parser.add_argument("--question", default=QUESTION, help="cpu: of the prompts")
     parser.add_argument("--repeat", type=int, default=7, help="counted runs of each (7)")
     parser.add_argument("--compile", action="store_true", help="stock torch.compile instead of eager")
     options = parser.parse_args()
@@ -92,7 +94,7 @@ def main() -> None:
     rows, results = [], []
     with tempfile.TemporaryDirectory() as folder:
         for num_tokens in options.tokens:
-            prompt = prompt_of(blender, num_tokens)
+            prompt = prompt_of(blender, num_tokens, options.question)
             files = save(prompt, pathlib.Path(folder))
             methods: dict[str, Callable[[], object]] = {
                 "stock": partial(blender.generate, prompt, PARAMS, blend=False)
