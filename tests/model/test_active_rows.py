@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,6 +271,65 @@ def test_collected_rows_are_found_among_those_that_are_computed(
                     [[row + layer] * 2],
                     [[at] * 2],
                 )
+
+
+class Copies:
+    """Those of a GPU, made at once."""
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+
+    def launch(
+        self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self.launched.append(layer)
+        for place, part in parts:
+            assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+            place.copy_(part)
+
+
+class Copied:
+    """Host rows as of a GPU: two layers, -1 where nothing was written."""
+
+    def __init__(self, num_tokens: int, copies: Copies) -> None:
+        self.block = torch.full((2, 2, num_tokens, 1, 2), -1.0)
+        self.copies = copies
+
+    def copied(self, first: int, count: int) -> tuple[Copies, torch.Tensor]:
+        return self.copies, self.block[:, :, first : first + count]
+
+    def write(self, *args: Any) -> None:
+        raise AssertionError("it is copied")
+
+
+@settings(deadline=None)
+@given(made=steps(), data=st.data())
+def test_collected_rows_are_copied_once_a_layer_where_they_go(made: Made, data: st.DataObject) -> None:
+    """Beside plans of the same step whose rows are handed over."""
+    step = made.step
+    key = torch.arange(step.num_rows).float()[:, None, None].expand(-1, 1, 2)
+    value = torch.tensor(made.positions).float()[:, None, None].expand(-1, 1, 2)
+    into: dict[CollectPlan, Copied] = {}
+    copies = Copies()
+    for _, plan in step.collected:
+        if data.draw(st.booleans()):
+            plan.into = into[plan] = Copied(plan.num_tokens, copies)
+    collecting = Collecting(step, None, step.num_rows, CPU, staged=True)
+    for layer in range(2):
+        collecting.layer(layer, Rotation.none(4, torch.float32, CPU), key + layer, value)
+    assert copies.launched == ([0, 1] if into else [])
+    for request, plan in step.collected:
+        expected = torch.full((2, 2, plan.num_tokens, 1, 2), -1.0)
+        for at in range(max(plan.start, request.position), min(plan.num_prompt_tokens, request.end)):
+            expected[:, 0, at - plan.start] = request.row + at - request.position
+            expected[1, 0, at - plan.start] += 1
+            expected[:, 1, at - plan.start] = at
+        if plan in into:
+            assert torch.equal(into[plan].block, expected) and not plan.kv
+        elif plan.kv:
+            computed = expected[0, 1, :, 0, 0] >= 0
+            found = torch.stack([torch.stack(layer) for layer in plan.kv])
+            assert torch.equal(found[:, :, computed], expected[:, :, computed])
 
 
 # --- the last key that each row sees -------------------------------------------------------------

@@ -295,8 +295,9 @@ def test_rows_replay_graphs(
     monkeypatch.setattr(RowGraphs, "prepared", lambda *a: used.append(stock(*a)) or used[-1])
     settings = [dict(recomp_ratio=ratio, policy=policy) for ratio in (0.16, 0.3, 0.0, 0.16)]
     replayed = [blended(engine, prompt, old_kvs, question, **each) for each in settings]
-    if not eager:  # the pass ahead, too
-        assert len(used) == len(settings) * (1 + ("ahead" in policy))
+    if not eager:  # the pass ahead, too, after which more rows are chosen where it points nowhere
+        asks = "ahead" in policy
+        assert len(settings) * (1 + asks) <= len(used) <= len(settings) * (1 + 2 * asks)
         assert all(run is not None for run in used)
     monkeypatch.setattr(engine.model.blending, "graphs", None)
     for each, one in zip(settings, replayed, strict=True):
@@ -357,9 +358,9 @@ def test_stored_kv_may_lie_anywhere(
             shape = engine.model.blending.kv_shape
             copies = HostCopies(kv.layers[0][0].device)
             rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens), copies)
+            _, places = rows.copied(0, kv.num_tokens)
             for index, layer in enumerate(kv.layers):
-                rows.write(index, 0, *layer)
-                rows.end_layer(index)
+                copies.launch(index, torch.stack(layer), zip(places[index], layer, strict=True))
             copies.join().synchronize()
             return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)

@@ -1,7 +1,7 @@
 """A paged cache in e4m3 on a GPU (FLASH_ATTN): the identities, within what eight bits are off.
 
 That is measured on vLLM's own path: how far full prefill over such a cache is from full prefill over
-one of the model's type.
+one of the model's type, and from itself where other last bits go to the cache.
 """
 
 from __future__ import annotations
@@ -108,6 +108,25 @@ def noise(full: list[torch.Tensor], plain: Plain) -> float:
     return found
 
 
+@pytest.fixture(scope="module")
+def to_itself(engine: Engine, prompts: list[list[int]], full: list[torch.Tensor]) -> list[float]:
+    """Distances of full prefill to itself, where other last bits go to the cache."""
+    exact, found = torch.cat(full), []
+    assert distance(full_prefill(engine, prompts), exact) == 0  # the same each time, if nothing differs
+    for seed in range(8):
+        with other_last_bits(engine, seed):
+            found.append(distance(full_prefill(engine, prompts), exact))
+    print(f"full prefill to itself: {sorted(found)}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def allowed(noise: float, to_itself: list[float]) -> float:
+    """Of a distance to full prefill: what eight bits make, or a quarter more than full prefill's to
+    itself."""
+    return max(noise, 1.25 * max(to_itself))
+
+
 def full_prefill(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
     return [engine.run(prompt, max_tokens=1)[1].cpu() for prompt in prompts]
 
@@ -159,14 +178,14 @@ def test_exact_kv_is_full_prefill(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
-    noise: float,
+    allowed: float,
     ratio: float,
     policy: str,
 ) -> None:
     settings = dict(question=question, recomp_ratio=ratio, policy=policy)
     found = distance_to(full, engine, prompts, engine.collect, **settings)
-    print(f"{policy} {ratio}: {found:.2e} ({noise:.2e})")
-    assert found < noise
+    print(f"{policy} {ratio}: {found:.2e} ({allowed:.2e})")
+    assert found < allowed
 
 
 def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
@@ -174,13 +193,9 @@ def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
+    to_itself: list[float],
 ) -> None:
     """In the mean: stored K is rounded to its type once more, so that some last bits are others."""
-    exact, to_itself = torch.cat(full), []
-    assert distance(full_prefill(engine, prompts), exact) == 0  # the same each time, if nothing differs
-    for seed in range(8):
-        with other_last_bits(engine, seed):
-            to_itself.append(distance(full_prefill(engine, prompts), exact))
     found = [
         distance_to(
             full, engine, prompts, engine.collect, question=question, recomp_ratio=r, policy=policy
@@ -197,11 +212,11 @@ def test_any_kv_at_ratio_one_is_full_prefill(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
-    noise: float,
+    allowed: float,
 ) -> None:
     wrong = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompts[0])]
     settings = dict(question=question, recomp_ratio=1.0)
-    assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < noise
+    assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < allowed
 
 
 def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
@@ -211,6 +226,7 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     question: list[int],
     full: list[torch.Tensor],
     noise: float,
+    allowed: float,
 ) -> None:
     """Stored KV is as it was, too: nothing is rounded to eight bits where it lies."""
     alone = {tuple(prompt): engine.stored(order) for prompt, order in zip(prompts, orders, strict=True)}
@@ -223,7 +239,8 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     ]
     print(f"at 0, 0.5 and 1: {errors} ({noise:.2e})")
     assert errors[0] > errors[1] > errors[2]
-    assert errors[0] > 1.3 * noise  # so the identities above are not true of any KV
+    # so the identities above are not true of any KV
+    assert errors[0] > 1.3 * noise and errors[0] > allowed
     after = [tensor for kvs in alone.values() for layer in kvs for tensor in layer]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
@@ -284,7 +301,9 @@ def test_rows_replay_graphs(
     monkeypatch.setattr(RowGraphs, "prepared", lambda *a: used.append(stock(*a)) or used[-1])
     settings = [dict(recomp_ratio=ratio, policy="ahead*static") for ratio in (0.16, 0.3, 0.16)]
     replayed = [blended(engine, prompts[0], old_kvs, question, **each) for each in settings]
-    assert len(used) == (0 if eager else 2 * len(settings)) and all(used)
+    # the question's pass and the chosen rows', which are more of them where it points nowhere
+    forwards = 2 * len(settings), 3 * len(settings)
+    assert (not used) if eager else (forwards[0] <= len(used) <= forwards[1] and all(used))
     assert torch.equal(replayed[0], replayed[2])
     monkeypatch.setattr(engine.model.blending, "graphs", None)
     for each, one in zip(settings, replayed, strict=True):

@@ -82,6 +82,41 @@ def test_the_second_request_reuses_what_the_first_computed(
         assert {*rows} <= {at for start, end in places for at in range(start, end)}
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_no_kernel_is_compiled_for_another_length(
+    folder: Path, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes a second, in which all requests wait."""
+    from triton import knobs
+
+    settings = {"vllm_blend": {"ram_gb": 0.2, "policy": "ahead*static", "background_share": 0}}
+    options: dict[str, Any] = dict(max_num_batched_tokens=1024, max_num_seqs=8, enforce_eager=eager)
+    options |= dict(gpu_memory_utilization=0.3, enable_prefix_caching=True, dtype="bfloat16")
+    compiled: list[str] = []
+
+    def note(fn: Any, **_: Any) -> None:
+        if "vllm_blend" in fn.module:
+            compiled.append(fn.name)
+
+    with make_engine(folder, additional_config=settings, **options) as engine:
+        drain(engine)
+
+        def answer(numbers: list[int], size: int, head: int) -> int:
+            prompt, spans = prompt_of(engine, numbers, size, head)
+            (found,) = outputs(engine, [prompt], [{"spans": spans} | REPORT])
+            scheduler(engine).reset_prefix_cache()
+            return int(report(found)["reused_tokens"])
+
+        assert answer([1, 2, 3], 100, 5) == 0  # computed and kept
+        assert answer([3, 1, 2], 100, 5) == 300
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+        for size in range(101, 118):
+            first = 10 * size
+            assert answer([first, first + 1], size, size % 5 + 1) == 0
+            assert answer([first + 1, first, first + 2], size, 3 + size % 2) == 2 * size
+        assert not compiled
+
+
 def test_of_what_is_kept_few_layers_are_on_the_gpu_at_once(tmp_path: Path) -> None:
     """A prompt's chunks go to host memory layer by layer, and nothing of them stays behind."""
     layers, size, count = 16, 1000, 4

@@ -33,10 +33,18 @@ def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
     device = kv.layers[0][0].device
     copies = HostCopies(device) if device.type == "cuda" else None
     rows = HostRows(memory.reserve(key, KVShape(3, 2, 16, torch.half), kv.num_tokens), copies)
-    for index, (k, v) in enumerate(kv.layers):
-        for first in range(0, kv.num_tokens, 7):
-            rows.write(index, first, k[first : first + 7].clone(), v[first : first + 7].clone())
-        rows.end_layer(index)
+    for index, layer in enumerate(kv.layers):
+        both = torch.stack(layer)
+        for first in range(0, kv.num_tokens if copies is None else 0, 7):
+            rows.write(index, first, *both[:, first : first + 7].clone())
+        if copies is not None:
+            parts = []
+            for first in range(0, kv.num_tokens, 7):
+                part = both[:, first : first + 7]
+                found = rows.copied(first, part.shape[1])
+                assert found is not None and found[0] is copies
+                parts += zip(found[1][index], part, strict=True)
+            copies.launch(index, both, parts)
     if copies is not None:
         copies.join().synchronize()
     return rows.kv()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -157,15 +157,30 @@ class KeyedPlan:
     tells_rows: bool = False
 
 
+class Copies(Protocol):
+    """Copies what a step collects beside its compute."""
+
+    def launch(
+        self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Copies parts of ``rows``, which are all that the step collects of this layer.
+
+        Args:
+            parts: each one's place, and the part.
+        """
+        ...
+
+
 class Collected(Protocol):
     """Where a collected chunk's K and V go."""
 
-    def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Takes tokens of the chunk from ``first`` on, ``[num_tokens, num_kv_heads, head_size]``."""
+    def copied(self, first: int, count: int) -> tuple[Copies, torch.Tensor] | None:
+        """What copies tokens of the chunk from ``first`` on, and where to: ``[num_layers, 2, count,
+        num_kv_heads, head_size]``; None: ``write`` takes them."""
         ...
 
-    def end_layer(self, layer: int) -> None:
-        """Of this layer all chunks of the step were handed over."""
+    def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Takes tokens of the chunk from ``first`` on, ``[num_tokens, num_kv_heads, head_size]``."""
         ...
 
 
@@ -258,8 +273,3 @@ class CollectPlan:
             return
         for place, rest in zip(self.kv[layer], (k, v), strict=True):
             place[first : first + len(rest)] = rest
-
-    def end_layer(self, layer: int) -> None:
-        """Of this layer all rows of the step were handed over, of other plans too."""
-        if self.into is not None:
-            self.into.end_layer(layer)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_blend.attention.rotation import Angles, Rotation
 from vllm_blend.core.pipeline import sum_of_stages
-from vllm_blend.core.plans import CollectPlan
+from vllm_blend.core.plans import CollectPlan, Copies
 from vllm_blend.core.static_scores import scores_of
 from vllm_blend.core.step import BlendStep
 from vllm_blend.core.tensor_parallel import all_reduce_sum
@@ -22,6 +22,15 @@ from vllm_blend.model.guard import Guard, StepFailed
 
 BLOCK = 16
 """Rows of a block of the GPU memory in which a layer's rows wait to be copied."""
+
+
+class Part(NamedTuple):
+    """Rows ``[first, end)`` of a step, which stand at ``start`` and after in the prompt."""
+
+    plan: CollectPlan
+    start: int
+    first: int
+    end: int
 
 
 class Collecting:
@@ -44,7 +53,7 @@ class Collecting:
     ) -> None:
         self._for = step, frame, _choices(frame)
         self._device = device
-        self._parts: list[tuple[CollectPlan, int, int, int]] = []
+        self._parts: list[Part] = []
         self._runs: dict[tuple[int, int, int], Angles] = {}
         for request, plan in step.collected:
             if plan.key is not None and plan.into is None:
@@ -53,12 +62,14 @@ class Collecting:
             end = min(plan.num_prompt_tokens, request.end)
             row = start + request.shift
             row = row if frame is None else frame.row_of(request, start)
-            self._parts.append((plan, start, row, row + end - start))
+            self._parts.append(Part(plan, start, row, row + end - start))
         if staged is None:
-            staged = device.type == "cuda" and not any(plan.as_written for plan, *_ in self._parts)
+            staged = device.type == "cuda" and not any(part.plan.as_written for part in self._parts)
         self._staged = staged
+        self._copies: Copies | None = None
         if self._staged:
             self._stage(num_rows)
+            self._parts = [part for part in self._parts if not self._copied(part)]
 
     def fits(self, step: BlendStep, frame: ActiveRows | None) -> bool:
         """Whether these are the rows of a step's next layer: at a check layer others are chosen."""
@@ -74,7 +85,7 @@ class Collecting:
         kept = slots == 0
         slots[kept] = torch.arange(int(kept.sum()), device="cpu")
         self._parts = [
-            (p, at, int(slots[row]), int(slots[row]) + end - row) for p, at, row, end in self._parts
+            Part(p, at, int(slots[row]), int(slots[row]) + end - row) for p, at, row, end in self._parts
         ]
         self._num_blocks = -(-int(kept.sum()) // BLOCK)
         both = torch.stack((positions, slots))
@@ -82,6 +93,20 @@ class Collecting:
         self._positions, self._slots = both.to(self._device, non_blocking=True)
         self._rows = torch.arange(num_rows, device=self._device)
         self._angles: dict[int, torch.Tensor] = {}
+        self._slices: list[slice] = []
+        self._places: list[tuple[torch.Tensor, ...]] = []
+
+    def _copied(self, part: Part) -> bool:
+        """Whether this part is copied beside the compute; then its places are found here, for all
+        layers: there, each call counts."""
+        plan, start, first, end = part
+        into = None if plan.into is None else plan.into.copied(start - plan.start, end - first)
+        if into is None:
+            return False
+        self._copies, places = into
+        self._slices.append(slice(first, end))
+        self._places += [places[:, kind].unbind() for kind in range(2)]
+        return True
 
     def layer(self, layer: int, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hands K and V of the rows that are kept to their plans.
@@ -89,15 +114,18 @@ class Collecting:
         Args:
             key, value: of all rows, ``[num_rows, num_kv_heads, head_size]``, K rotated.
         """
-        if self._staged and self._parts:
-            key, value = self._unrotated(rotation, key, value)
+        if self._staged and (self._parts or self._copies is not None):
+            both = self._unrotated(rotation, key, value)
+            key, value = both
+            if self._copies is not None:
+                rows = [kind[part] for part in self._slices for kind in (key, value)]
+                places = [of_layers[layer] for of_layers in self._places]
+                self._copies.launch(layer, both, zip(places, rows, strict=True))
         for plan, start, first, end in self._parts:
             k, v = key[first:end], value[first:end]
             if not self._staged and not plan.as_written:
                 k = rotation.undo_by(k, self._back(rotation, start, end - first))
             plan.write(layer, start, k, v)
-        for plan, *_ in self._parts:
-            plan.end_layer(layer)
 
     def _back(self, rotation: Rotation, start: int, count: int) -> Angles:
         """Of a run of positions, which is the same in all layers."""
@@ -107,20 +135,19 @@ class Collecting:
             self._runs[run] = rotation.back(positions)
         return self._runs[run]
 
-    def _unrotated(
-        self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K before RoPE and V of the rows that are kept, in memory of their own, by one kernel."""
+    def _unrotated(self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """K before RoPE and V of the rows that are kept, by one kernel, in memory of their own:
+        ``[2, num_slots, num_kv_heads, head_size]``."""
         from vllm_blend.ops.shift_scatter import launch  # needs Triton
 
         table = id(rotation.table)
         if table not in self._angles:
             self._angles[table] = rotation.inverse(self._positions)
         size = 2, self._num_blocks, BLOCK, *key.shape[1:]
-        k, v = torch.empty(size, dtype=key.dtype, device=key.device)
-        angles, is_neox_style = self._angles[table], rotation.is_neox_style
-        launch(key, value, self._rows, self._slots, angles, k, v, is_neox_style)
-        return k.flatten(0, 1), v.flatten(0, 1)
+        both = torch.empty(size, dtype=key.dtype, device=key.device)
+        (k, v), angles = both, self._angles[table]
+        launch(key, value, self._rows, self._slots, angles, k, v, rotation.is_neox_style)
+        return both.flatten(1, 2)
 
 
 def _choices(frame: ActiveRows | None) -> int:

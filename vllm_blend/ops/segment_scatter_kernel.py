@@ -11,7 +11,8 @@ import triton.language as tl
 from vllm_blend.ops.fp8 import to_e4m3
 
 
-@triton.jit
+# where a step's tables begin is not compiled in
+@triton.jit(do_not_specialize_on_alignment=["addresses", "segments", "totals", "slot_mapping"])
 def segment_scatter_kernel(
     addresses,  # [num_segments_max, 2]
     segments,  # [num_segments_max, 4]

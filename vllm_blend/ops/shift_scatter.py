@@ -120,7 +120,11 @@ def shift_scatter_oracle(
     value_cache[block, offset] = v[there].to(value_cache.dtype)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # it changes from step to step
+# what changes from step to step is not compiled in
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping"],
+)
 def _shift_scatter_kernel(
     k,  # [num_tokens, num_kv_heads, head_size]
     v,  # [num_tokens, num_kv_heads, head_size]

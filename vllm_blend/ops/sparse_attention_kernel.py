@@ -26,7 +26,10 @@ from vllm_blend.ops.sparse_attention_tiles import Tiles, prefix_rows
 # what changes from step to step is not compiled in
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tiles", "lse_stride"],
-    do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale"],
+    do_not_specialize_on_alignment=[
+        *("positions", "query_start_loc", "block_table", "prefix_lse"),
+        *("q_scale", "k_scale", "v_scale"),
+    ],
 )
 def _sparse_attention_kernel(
     query,  # [num_rows, num_heads, head_size]

@@ -8,7 +8,7 @@ what is stored, and not kept at all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -25,28 +25,27 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._launched: deque[tuple[int, Sequence[torch.Tensor], torch.cuda.Event]] = deque()
+        self._launched: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
 
-    def add(self, place: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows of a layer, which nothing else may change, and where they go with the next launch."""
-        self._given.append((place, rows))
+    def launch(
+        self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Copies parts of a layer's rows, which nothing else may change; once a layer, since the host's
+        time counts.
 
-    def launch(self, layer: int) -> None:
-        """Copies what was added, all of it one layer's; once a layer, since the host's time counts."""
-        given, self._given = self._given, []
-        if not given:
-            return
+        Args:
+            rows: the memory that all parts are in.
+            parts: each one's place on the host, and the part.
+        """
         compute = torch.cuda.current_stream(self._stream.device)
         while self._launched and self._launched[0][0] not in (layer, layer - 1):
             compute.wait_event(self._launched.popleft()[2])
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            for place, rows in given:
-                place.copy_(rows, non_blocking=True)
+            for place, part in parts:
+                place.copy_(part, non_blocking=True)
         # held until compute has waited for the copies: then their memory may be used again
-        held = [rows for _, rows in given]
-        self._launched.append((layer, held, self._stream.record_event()))
+        self._launched.append((layer, rows, self._stream.record_event()))
 
     def join(self) -> torch.cuda.Event:
         """Lets what is launched from now on wait for all copies; a host thread that reads what they
@@ -54,7 +53,6 @@ class HostCopies:
         done = self._stream.record_event()
         torch.cuda.current_stream(self._stream.device).wait_event(done)
         self._launched.clear()
-        self._given.clear()  # of a step that failed
         return done
 
 
@@ -70,18 +68,16 @@ class HostRows:
         self._block = block
         self._copies = copies
 
+    def copied(self, first: int, count: int) -> tuple[HostCopies, torch.Tensor] | None:
+        """As ``Collected``'s."""
+        if self._copies is None:
+            return None
+        return self._copies, self._block[:, :, first : first + count]
+
     def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Takes rows of a layer; on a GPU they are copied once it ends, and nobody may change them."""
         places = self._block[layer, :, first : first + len(k)]
         for place, rows in zip(places, (k, v), strict=True):
-            if self._copies is not None:
-                self._copies.add(place, rows)
-            else:
-                place.copy_(rows)
-
-    def end_layer(self, layer: int) -> None:
-        if self._copies is not None:
-            self._copies.launch(layer)
+            place.copy_(rows)
 
     def kv(self) -> StoredKV:
         """All of it."""
@@ -101,6 +97,9 @@ class Distances:
         size = shape.num_layers, 2, 2, base.num_tokens
         self._parts = torch.zeros(size, dtype=torch.float32, device=device)
 
+    def copied(self, first: int, count: int) -> None:
+        """Nothing is."""
+
     def write(self, layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         for stored, rows, parts in zip(
             self._base.layers[layer], (k, v), self._parts[layer], strict=True
@@ -108,9 +107,6 @@ class Distances:
             end = first + len(rows)
             moved, squares = apart(stored[first:end].to(rows.device, non_blocking=True), rows)
             parts[0, first:end], parts[1, first:end] = moved, squares
-
-    def end_layer(self, layer: int) -> None:
-        """Nothing waits."""
 
     def sums(self) -> torch.Tensor:
         """``[2 * num_layers, num_tokens + 1]`` float32 on the host, as ``distances`` gives them."""
