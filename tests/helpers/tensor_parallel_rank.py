@@ -23,7 +23,7 @@ NUM_CHUNKS, CHUNK = 4, 60
 def main(model: Path, out: Path, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    from vllm_blend import Blender, BlendSettings
+    from vllm_blend import Blender, BlendSettings, blend_model
     from vllm_blend.api.load_control import PacedBlender
     from vllm_blend.model.graphs import RowGraphs
     from vllm_blend.store import ChunkStore, DiskTier
@@ -67,12 +67,14 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
         }
 
     folder = out.parent / f"chunks-{NUM_RANKS}"
-    settings = BlendSettings(policy="hkvd", recomp_ratio=0.2)
+    has_loop = blend_model(llm).blending.loop is not None  # else no layer can be looked at
+    policies = [one for one in POLICIES if has_loop or "hkvd" not in one]
+    settings = BlendSettings(policy=policies[0], recomp_ratio=0.2)
     with ChunkStore([DiskTier(folder, budget_bytes=10**9)], host_bytes=10**8) as store:
         blender = Blender(llm, settings, stand_in="", store=store, scored=True)
         answer(blender, "full", None)
         answer(blender, "all", replace(settings, recomp_ratio=1.0))
-        for policy in POLICIES:
+        for policy in policies:
             answer(blender, policy, replace(settings, policy=policy))
         store.flush()
         if RANK == 1:  # one rank has lost its part of a chunk
@@ -89,6 +91,8 @@ def main(model: Path, out: Path, options: dict[str, Any]) -> None:
             except ValueError as error:
                 found["paced"] = str(error)
         found["scores"] = [chunk.kv.scores.tolist() for chunk in blender.chunks(texts)]
+    parameters = llm.llm_engine.model_executor.driver_worker.model_runner.model.named_parameters()
+    found["experts"] = [len(one) for name, one in parameters if name.endswith("w13_weight")]
     found["replayed"] = any(run is not None for run in replayed)
     Path(f"{out}{RANK}").write_text(json.dumps(found))
 
