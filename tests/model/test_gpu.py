@@ -361,7 +361,7 @@ def test_stored_kv_may_lie_anywhere(
             _, places = rows.copied(0, kv.num_tokens)
             for index, layer in enumerate(kv.layers):
                 copies.launch(index, torch.stack(layer), zip(places[index], layer, strict=True))
-            copies.join().synchronize()
+            copies.end().synchronize()
             return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)
         if kind == "pageable":

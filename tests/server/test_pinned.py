@@ -46,7 +46,7 @@ def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
                 parts += zip(found[1][index], part, strict=True)
             copies.launch(index, both, parts)
     if copies is not None:
-        copies.join().synchronize()
+        copies.end().synchronize()
     return rows.kv()
 
 

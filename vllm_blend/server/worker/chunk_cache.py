@@ -70,6 +70,8 @@ class ChunkCache:
         """
         if not isinstance(plan, KeyedPlan):
             return plan
+        if plan.spans and self._copies is not None:
+            self._copies.join()
         spans = []
         for span in plan.spans:
             kv = self._chunks.get(span.key)
@@ -101,6 +103,8 @@ class ChunkCache:
             block = self.memory.reserve(plan.key, shape, plan.num_tokens)
             plan.into = HostRows(block, self._copies)
         elif (base := self._chunks.get(plan.key)) is not None:  # else it was dropped meanwhile
+            if self._copies is not None:
+                self._copies.join()
             plan.into = Distances(base, shape, device)
 
     def distances(self, plan: CollectPlan) -> torch.Tensor | None:
@@ -123,8 +127,7 @@ class ChunkCache:
         copied = None
         if isinstance(into, HostRows):
             kv = into.kv()
-            # before the step's output: once that is there, so are the chunks that it tells of
-            copied = None if self._copies is None else self._copies.join()
+            copied = None if self._copies is None else self._copies.end()
         else:
             assert scores is not None
             kv = replace(self._chunks[plan.key], scores=scores)
@@ -147,7 +150,7 @@ class ChunkCache:
         """The chunks whose KV is here, in finite numbers; what is not finite leaves the store's memory,
         too."""
         if self._copies is not None:
-            self._copies.join().synchronize()
+            self._copies.end().synchronize()
         found = []
         for key, kv in self._chunks.items():
             if all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer):
@@ -181,6 +184,8 @@ class ChunkCache:
         """What there is to tell the scheduler, but for times."""
         events = WorkerEvents(lost=self._lost, kept=self._kept)
         self._lost, self._kept = [], []
+        if self._copies is not None:
+            self._copies.release()
         if self.tiers is not None:
             fetched = self.tiers.fetched()  # first, since the ranks meet in it
             for key, kv in self.tiers.settled().items():

@@ -20,12 +20,14 @@ from vllm_blend.core.static_scores import apart
 class HostCopies:
     """Copies from a GPU to page-locked memory, on a stream of their own beside the layers' compute.
 
-    Compute waits, on the GPU, for the copies of the layer two before. The host waits for none.
+    Compute waits, on the GPU, for the copies of the layer two before, and before it reads what they
+    wrote. The host waits for none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._launched: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
+        self._is_read = True
 
     def launch(
         self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -47,13 +49,25 @@ class HostCopies:
         # held until compute has waited for the copies: then their memory may be used again
         self._launched.append((layer, rows, self._stream.record_event()))
 
-    def join(self) -> torch.cuda.Event:
-        """Lets what is launched from now on wait for all copies; a host thread that reads what they
-        wrote waits for the event that this gives."""
-        done = self._stream.record_event()
-        torch.cuda.current_stream(self._stream.device).wait_event(done)
-        self._launched.clear()
+    def end(self) -> torch.cuda.Event:
+        """To be called once a chunk's copies are launched: what a host thread waits for that reads
+        it."""
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._stream)
+        self._is_read = False
         return done
+
+    def join(self) -> None:
+        """Lets what is launched from now on read what the copies wrote."""
+        if not self._is_read:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._launched.clear()
+            self._is_read = True
+
+    def release(self) -> None:
+        """Lets go of rows that are copied; does not wait."""
+        while self._launched and self._launched[0][2].query():
+            self._launched.popleft()
 
 
 class HostRows:
