@@ -410,8 +410,10 @@ def family_folder(name: str) -> Path:
 def row_folder(name: str, row: Family) -> Path:
     """The same of any row."""
     import transformers
+    import wrappers
 
-    told = repr((COMMON, row, transformers.__version__, inspect.getsource(_write)))
+    sources = [inspect.getsource(each) for each in (_write, *([wrappers] if row.processor else []))]
+    told = repr((COMMON, row, transformers.__version__, sources))
     root = Path(tempfile.gettempdir()) / f"tiny-families-{os.getuid()}"
     folder = root / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     if not folder.exists():

@@ -4,7 +4,8 @@ own: a new family is a new row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 IMAGE, BEGIN_IMAGE, END_IMAGE, VIDEO, BEGIN_VISION, END_VISION = range(3, 9)
 """Token ids that the tests' random prompts leave out."""
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<boi>", "<eoi>", "<video>", "<vs>", "<ve>", "<unk>")
+QWEN_SPECIALS = (
+    *("<pad>", "<s>", "</s>", "<|image_pad|>", "<boi>", "<eoi>", "<|video_pad|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<unk>"),
+)
+"""vLLM looks for Qwen's own in a text."""
 SIZE, PATCH = 56, 14
 """Pixels of an image's side, and of a patch's."""
 
@@ -110,16 +116,16 @@ NEEDS_TORCHVISION = frozenset(WRAPPERS) - {"idefics3"}
 """Families whose image processors in transformers, or in vLLM, are built on torchvision."""
 
 
-def byte_tokenizer() -> Any:
-    """A token a byte, after ``SPECIALS``."""
+def byte_tokenizer(specials: Sequence[str] = SPECIALS) -> Any:
+    """A token a byte, after the special ones."""
     from transformers import PreTrainedTokenizerFast
 
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*SPECIALS, *bytes_])}
+    vocab = {token: index for index, token in enumerate([*specials, *bytes_])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIALS))
+    backend.add_special_tokens(list(specials))
     backend.add_tokens(["\n" * count for count in range(1, 5)])  # vLLM looks for Gemma's
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -128,12 +134,12 @@ def byte_tokenizer() -> Any:
         pad_token="<pad>",
         unk_token="<unk>",
         extra_special_tokens={
-            "image_token": "<image>",
-            "boi_token": "<boi>",
-            "eoi_token": "<eoi>",
-            "video_token": "<video>",
-            "vision_start_token": "<vs>",
-            "vision_end_token": "<ve>",
+            "image_token": specials[IMAGE],
+            "boi_token": specials[BEGIN_IMAGE],
+            "eoi_token": specials[END_IMAGE],
+            "video_token": specials[VIDEO],
+            "vision_start_token": specials[BEGIN_VISION],
+            "vision_end_token": specials[END_VISION],
         },
     )
 
@@ -212,5 +218,19 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
 
 
 def write_processor(kind: str, folder: Path) -> None:
-    """Writes the tokenizer and the processor of a model."""
-    PROCESSORS[kind](byte_tokenizer()).save_pretrained(folder)
+    """Writes the tokenizer and the processor of a model whose weights are there."""
+    tokenizer = byte_tokenizer(QWEN_SPECIALS if kind.startswith("qwen") else SPECIALS)
+    PROCESSORS[kind](tokenizer).save_pretrained(folder)
+    if kind in ("gemma3", "llava"):
+        name_as_published(folder / "model.safetensors")
+
+
+def name_as_published(path: Path) -> None:
+    """Names a vision tower's weights as published files do: transformers 5.19 leaves one module out."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {
+        re.sub(r"(vision_tower\.)(?!vision_model\.)", r"\1vision_model.", name): weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
