@@ -179,8 +179,8 @@ def received(num_keys: int, num_heads: int, num_kv_heads: int, head_size: int) -
     calls = []
     for _ in range(max(2, (256 << 20) // key_bytes)):
         k, _, block_table = paged_cache(num_keys, num_kv_heads, head_size)
-        query = torch.randn(MAX_QUERIES, num_heads, head_size, device="cuda", dtype=torch.bfloat16)
-        place = (query, k, block_table[0], last_keys, scores)
+        query = torch.randn(1, MAX_QUERIES, num_heads, head_size, device="cuda", dtype=torch.bfloat16)
+        place: tuple[Any, ...] = (query, [k], block_table[0], last_keys, scores)
         calls.append(partial(received_attention, *place, scale=head_size**-0.5))
     ms = milliseconds(calls)
     rate = key_bytes / ms / 1e6

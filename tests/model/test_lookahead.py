@@ -206,10 +206,11 @@ def test_on_a_cpu_each_requests_keys_get_what_its_question_gives(
         torch.testing.assert_close(received[request], expected[request], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("alike", [True, False])
 def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    """What the kernel is called with: it reads K from the paged cache."""
+    """What the kernel is called with for all layers that are alike: it reads K from the paged cache."""
     step, asking, position_of = three_requests()
     blocks = torch.arange(5 * 3).view(5, 3).int()
     described: list[Any] = []
@@ -221,42 +222,55 @@ def test_on_a_gpu_the_last_rows_are_asked_in_their_requests_blocks(
     frame = frame_of(step, asking, position_of, stock_metadata=stock_metadata)
     calls: list[tuple[Any, ...]] = []
 
-    def kernel(query: Any, key_cache: Any, table: Any, last_keys: Any, total: Any, **more: Any) -> None:
-        calls.append((query, key_cache, table.tolist(), last_keys.tolist(), more))
-        total += 1 + torch.arange(len(total))
+    def kernel(query: Any, caches: Any, table: Any, last_keys: Any, total: Any, **more: Any) -> None:
+        calls.append((query, caches, table.tolist(), last_keys.tolist(), more))
+        total += len(query) * (1 + torch.arange(len(total)))
 
     monkeypatch.setattr(paged, "received_attention", kernel)
-    sinks, cache = torch.zeros(HEADS), torch.zeros(9, 16, KV_HEADS, SIZE)
-    impl: Any = paged.PagedFuse()
-    impl.__dict__.update(
-        blend=SimpleNamespace(index=0),
-        head_size=SIZE,
-        kv_cache_dtype="auto",
-        scale=0.4,
-        logits_soft_cap=30.0,
-        sinks=sinks,
-        caches=lambda kv_cache: (kv_cache, None),
-    )
-    layers = [SimpleNamespace(kv_cache=cache, sliding_window=window) for window in (None, 64)]
-    questions = Questions(frame, asking, range(2))
-    query = torch.randn(len(frame.rows), HEADS, SIZE)
+    sinks = torch.randn(3, HEADS)
+    caches = [torch.zeros(9, 16, KV_HEADS, SIZE) for _ in range(3)]
+    windows = [None, None, None] if alike else [None, 64, None]
+    layers = [
+        SimpleNamespace(kv_cache=cache, sliding_window=window)
+        for cache, window in zip(caches, windows, strict=True)
+    ]
+    questions = Questions(frame, asking, range(3))
+    queries = torch.randn(3, len(frame.rows), HEADS, SIZE)
     for index, layer in enumerate(layers):
-        impl.blend.index = index
-        questions.hear(impl, layer, query, None, None)  # type: ignore[arg-type]
-    assert described == layers
-    assert len(calls) == 2 * len(asking)
+        impl: Any = paged.PagedFuse()
+        impl.__dict__.update(
+            blend=SimpleNamespace(index=index),
+            head_size=SIZE,
+            kv_cache_dtype="auto",
+            scale=0.4,
+            logits_soft_cap=30.0,
+            sinks=sinks[index],
+            caches=lambda kv_cache: (kv_cache, None),
+        )
+        before = queries[index].clone()
+        questions.hear(impl, layer, before, None, None)  # type: ignore[arg-type]
+        before.fill_(math.nan)  # a layer's memory is the next one's
+    assert described == layers and not calls
+    received = questions.received()
+    kinds = [[0, 1, 2]] if alike else [[0, 2], [1]]
+    expected = [(request, kind) for request in range(len(asking)) for kind in kinds]
+    assert len(calls) == len(expected)
     first_rows = [0, len(own_rows(asking[0])), len(frame.rows)]
-    for index, (asked, key_cache, table, last_keys, more) in enumerate(calls):
-        request, (lo, hi) = asking[index % 2], list(pairwise(first_rows))[index % 2]
+    for call, (number, kind) in zip(calls, expected, strict=True):
+        asked, key_caches, table, last_keys, more = call
+        request, (lo, hi) = asking[number], list(pairwise(first_rows))[number]
         count, end = request.num_asked, request.prompt_end
         hi -= request.end - end
-        assert key_cache is cache and table == blocks[[1, 4][index % 2]].tolist()
+        assert all(cache is caches[at] for cache, at in zip(key_caches, kind, strict=True))
+        assert table == blocks[[1, 4][number]].tolist()
         assert last_keys == [*range(end - count, end)] + [-1] * (MAX_ASKED - count)
-        assert asked.shape == (MAX_ASKED, HEADS, SIZE)
-        assert torch.equal(asked[:count], query[lo:hi][-count:])
-        assert torch.equal(asked[count:], query[hi - 1].expand(MAX_ASKED - count, HEADS, SIZE))
-        window = layers[index // 2].sliding_window or 0
-        assert more == dict(scale=0.4, sliding_window=window, softcap=30.0, sinks=sinks)
-    for request, received in questions.received().items():
+        assert asked.shape == (len(kind), MAX_ASKED, HEADS, SIZE)
+        of_layers = queries[kind]
+        assert torch.equal(asked[:, :count], of_layers[:, lo:hi][:, -count:])
+        padding = of_layers[:, hi - 1 : hi].expand(-1, MAX_ASKED - count, -1, -1)
+        assert torch.equal(asked[:, count:], padding)
+        assert torch.equal(more.pop("sinks"), sinks[kind])
+        assert more == dict(scale=0.4, sliding_window=windows[kind[0]] or 0, softcap=30.0)
+    for request, got in received.items():
         chunk_positions = [position_of[row] for row in request.chunk_rows.tolist()]
-        assert received.tolist() == [2 * (1 + position) for position in chunk_positions]
+        assert got.tolist() == [3 * (1 + position) for position in chunk_positions]

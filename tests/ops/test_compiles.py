@@ -104,7 +104,10 @@ def test_every_kernel_is_machine_code_for_hopper(compilers: dict[str, Compiler],
         sparse.launch(*place, window, tiles, softcap=softcap, sinks=sinks, **scales)
     sparse.launch(*place, 0, tiling.rest_tiles(), lse, **scales)
     scales.pop("v_scale", None)
-    received.launch(query[:19], cache, table[0], at[:19], torch.zeros(144), scale=0.1, **scales)
+    of_layers = {name: scale[None] for name, scale in scales.items()}
+    received.launch(
+        query[None, :19], [cache], table[0], at[:19], torch.zeros(144), scale=0.1, **of_layers
+    )
     slots, angles = torch.zeros(rows, dtype=torch.int64), torch.empty(99, size, dtype=HALF)
     k = torch.empty(rows, kv_heads, size, dtype=HALF)
     tables = segment_scatter.SegmentTables(4, rows, device="cpu")

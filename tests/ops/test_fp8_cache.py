@@ -138,6 +138,19 @@ def quantized(args: dict[str, Any], per_head: bool, query: bool) -> dict[str, An
     return args
 
 
+def quantized_layers(args: dict[str, Any], per_head: bool, query: bool) -> dict[str, Any]:
+    """The same for those of ``received_attention``: each layer has scales of its own."""
+    layers = [
+        quantized(dict(key_cache=cache, query=rows), per_head, query)
+        for cache, rows in zip(args["key_caches"], args["query"], strict=True)
+    ]
+    scales = [name for name in ("q_scale", "k_scale") if name in layers[0]]
+    queries = torch.stack([layer["query"].view(torch.uint8) for layer in layers])
+    found = dict(key_caches=[layer["key_cache"] for layer in layers])
+    found |= {name: torch.stack([layer[name] for layer in layers]) for name in scales}
+    return args | found | dict(query=queries.view(layers[0]["query"].dtype))
+
+
 ATTENTION = [{}, *test_sparse_attention.OPTIONS]
 
 
@@ -227,8 +240,8 @@ def test_received_attention_equals_the_oracle(
 ) -> None:
     for num_queries, num_keys in ((1, 1), (5, 19), (19, 99)):
         last_keys = test_received_attention.last_keys_of(num_queries, num_keys)
-        args = test_received_attention.case(device, last_keys, torch.float16, *heads, 32)
-        args = quantized(test_received_attention.with_options(args, **options), per_head, query)
+        args = test_received_attention.case(device, last_keys, torch.float16, *heads, 32, num_layers=2)
+        args = quantized_layers(test_received_attention.with_options(args, **options), per_head, query)
         scores = torch.zeros(num_keys, device=device)
         expected = torch.zeros(num_keys, dtype=torch.float64, device=device)
         received_attention(**args, scores=scores)

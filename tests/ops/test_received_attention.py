@@ -23,25 +23,29 @@ def case(
     head_size: int,
     block_size: int = 16,
     heads_first: bool = False,
+    num_layers: int = 1,
 ) -> dict[str, Any]:
     """Arguments of the op but ``scores``; rows that pad and blocks of others hold NaN."""
     num_blocks = max(last_keys) // block_size + 1
     block_table = torch.randperm(num_blocks + 2, device=device)[:num_blocks].to(torch.int32)
-    key_cache, _ = paged_cache(
-        num_blocks + 2, block_size, num_kv_heads, head_size, dtype, device, heads_first
-    )
     others = torch.ones(num_blocks + 2, dtype=torch.bool, device=device)
     others[block_table.long()] = False
-    key_cache[others] = float("nan")
-    # the kernel gets queries as slices of qkv, as a model's layer does
-    qkv = torch.randn(len(last_keys), (num_heads + 2) * head_size, device=device).to(dtype)
+    key_caches = []
+    for _ in range(num_layers):
+        key_cache, _ = paged_cache(
+            num_blocks + 2, block_size, num_kv_heads, head_size, dtype, device, heads_first
+        )
+        key_cache[others] = float("nan")
+        key_caches.append(key_cache)
+    # the kernel gets queries as slices of those of several requests
+    size = (num_layers, len(last_keys) + 2, num_heads, head_size)
     last = torch.tensor(last_keys, dtype=torch.int32 if heads_first else torch.int64, device=device)
-    qkv[last < 0] = float("nan")
-    query = qkv[:, : num_heads * head_size].view(-1, num_heads, head_size)
+    query = torch.randn(size, device=device).to(dtype)[:, 1:-1]
+    query[:, last < 0] = float("nan")
     # twice the usual scale: some keys receive much more than others
     return dict(
         query=query,
-        key_cache=key_cache,
+        key_caches=key_caches,
         block_table=block_table,
         last_keys=last,
         scale=2 * head_size**-0.5,
@@ -53,12 +57,14 @@ def with_options(
 ) -> dict[str, Any]:
     """Sinks that take a good part, a soft cap that bends logits; blocks left of windows hold NaN."""
     query = args["query"]
-    sinks = (2 * torch.randn(query.shape[1], device=query.device) + 3).to(query.dtype)
+    size = query.shape[0], query.shape[2]
+    sinks = (2 * torch.randn(size, device=query.device) + 3).to(query.dtype)
     args = args | dict(softcap=softcap, sinks=sinks if has_sinks else None, sliding_window=window)
     if window:
         first = int(args["last_keys"][args["last_keys"] >= 0].min()) - window + 1
-        freed = max(0, first) // args["key_cache"].shape[1]
-        args["key_cache"][args["block_table"][:freed].long()] = float("nan")
+        freed = max(0, first) // args["key_caches"][0].shape[1]
+        for key_cache in args["key_caches"]:
+            key_cache[args["block_table"][:freed].long()] = float("nan")
     return args
 
 
@@ -136,6 +142,34 @@ def test_options_equal_the_oracle(
         check_against_the_oracle(with_options(args, **options))
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS[-1]], ids=str)
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_layers_add_up(device: torch.device, num_layers: int, options: dict[str, Any]) -> None:
+    """In one call as in a call for each; each layer's queries, keys and sinks are its own."""
+    for heads in ((6, 2, 64), (7, 1, 96)):
+        for num_queries, num_keys in ((1, 1), (5, 19), (19, 99)):
+            last_keys = last_keys_of(num_queries, num_keys)
+            args = case(device, last_keys, torch.float16, *heads, 32, num_layers=num_layers)
+            args = with_options(args, **options)
+            check_against_the_oracle(args)
+            together, apart = torch.zeros(2, num_keys, device=device)
+            received_attention(**args, scores=together)
+            for layer in range(num_layers):
+                of_layer = {"query": args["query"][layer : layer + 1]}
+                of_layer |= {"key_caches": args["key_caches"][layer : layer + 1]}
+                if args.get("sinks") is not None:
+                    of_layer["sinks"] = args["sinks"][layer : layer + 1]
+                received_attention(**(args | of_layer), scores=apart)
+            torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_other_strides_are_refused(device: torch.device) -> None:
+    args = case(device, [0, 5, 17], torch.float32, 4, 2, 32, num_layers=2)
+    args["key_caches"][1] = args["key_caches"][1].contiguous()
+    with pytest.raises(ValueError, match=r"key_caches\[1\] has block sizes and strides"):
+        received_attention(**args, scores=torch.zeros(20, device=device))
+
+
 def test_keys_left_of_all_windows_are_left_as_they_are(device: torch.device) -> None:
     args = with_options(case(device, [500, -1, 480], torch.float32, 4, 2, 32), window=100)
     scores = torch.arange(600, dtype=torch.float32, device=device)
@@ -149,7 +183,7 @@ def test_sinks_of_nothing_change_no_bit(device: torch.device, window: int) -> No
     args = with_options(case(device, [40, 3, -1, 99], torch.float16, 4, 2, 32), window=window)
     scores = torch.zeros(2, 100, device=device)
     received_attention(**args, scores=scores[0])
-    sinks = torch.full((4,), float("-inf"), device=device)
+    sinks = torch.full((1, 4), float("-inf"), device=device)
     received_attention(**(args | dict(sinks=sinks)), scores=scores[1])
     assert torch.equal(*scores)
 
@@ -157,7 +191,7 @@ def test_sinks_of_nothing_change_no_bit(device: torch.device, window: int) -> No
 def test_sinks_far_above_all_logits_take_everything(device: torch.device) -> None:
     args = case(device, [40, 3, -1, 99], torch.float16, 4, 2, 32)
     scores = torch.zeros(100, device=device)
-    received_attention(**args, scores=scores, sinks=torch.full((4,), 1e4, device=device))
+    received_attention(**args, scores=scores, sinks=torch.full((1, 4), 1e4, device=device))
     assert not scores.any()
 
 
@@ -171,18 +205,18 @@ def test_the_oracle_is_a_softmax_of_each_head_and_query(
 ) -> None:
     args = with_options(case(device, [20, -1, 3, 36], torch.float32, 6, 2, 32), **options)
     args |= dict(sliding_window=9 if options.get("window") else 0)
-    keys = args["key_cache"][args["block_table"].long()].flatten(0, 1).double()
+    keys = args["key_caches"][0][args["block_table"].long()].flatten(0, 1).double()
     expected = torch.zeros(40, dtype=torch.float64, device=device)
     for row, last in enumerate(args["last_keys"].tolist()):
         seen = slice(max(0, last - 8) if options.get("window") else 0, last + 1)
         for head in range(6):
-            logits = keys[seen, head // 3] @ args["query"][row, head].double() * args["scale"]
+            logits = keys[seen, head // 3] @ args["query"][0, row, head].double() * args["scale"]
             if options.get("softcap"):
                 logits = 2.0 * (logits / 2.0).tanh()
             weights = logits.exp()
             total = weights.sum()
             if options.get("has_sinks"):
-                total += args["sinks"][head].double().exp()
+                total += args["sinks"][0, head].double().exp()
             expected[seen] += weights / total
     scores = torch.zeros_like(expected)
     received_attention_oracle(**args, scores=scores)
@@ -194,7 +228,7 @@ def test_no_queries(device: torch.device) -> None:
     args["last_keys"].fill_(-1)
     scores = torch.arange(SPARE, dtype=torch.float32, device=device)
     for count in (2, 0):
-        some = {name: args[name][:count] for name in ("query", "last_keys")}
+        some = {"query": args["query"][:, :count], "last_keys": args["last_keys"][:count]}
         received_attention(**(args | some), scores=scores)
         received_attention_oracle(**(args | some), scores=scores)
     assert scores.tolist() == list(range(SPARE))
@@ -208,7 +242,7 @@ def test_a_graph_is_replayed_with_other_queries_and_compiles_nothing(
 
     torch.manual_seed(0)
     device, heads = torch.device("cuda"), (5, 1, 48)  # heads of no other test
-    args = case(device, [3000] * 32, torch.float16, *heads)
+    args = case(device, [3000] * 32, torch.float16, *heads, num_layers=2)
     scores = torch.zeros(3001, device=device)
     received_attention(**args, scores=scores)
     compiled: list[Any] = []
@@ -231,7 +265,7 @@ def test_a_graph_is_replayed_with_other_queries_and_compiles_nothing(
         assert torch.equal(*results)
         assert relative_error(results[0], expected) <= 1e-5
         # the last rows alone, and tensors that begin anywhere
-        some = {name: args[name][-3:] for name in ("query", "last_keys")}
+        some = {"query": args["query"][:, -3:], "last_keys": args["last_keys"][-3:]}
         some["block_table"] = torch.cat([args["block_table"][:1], args["block_table"]])[1:]
         check_against_the_oracle(args | some)
     assert not compiled
@@ -241,18 +275,20 @@ def test_a_graph_is_replayed_with_other_queries_and_compiles_nothing(
     ("name", "change", "message"),
     [
         ("query", lambda t: t[0], "query has shape"),
-        ("query", lambda t: t.repeat(11, 1, 1), "query has 33 rows; allowed: up to 32"),
-        ("query", lambda t: t[:, :3], "query has 3 heads, which 2 KV heads do not divide"),
-        ("query", lambda t: t.repeat(1, 1, 2)[..., ::2], "query has strides"),
-        ("key_cache", lambda t: t[..., :16], "key_cache has shape"),
-        ("key_cache", lambda t: t.half(), "key_cache is torch.float16; expected torch.float32"),
+        ("query", lambda t: t.repeat(1, 11, 1, 1), "query has 33 rows; allowed: up to 32"),
+        ("query", lambda t: t.repeat(2, 1, 1, 1), "key_caches has 1 of them; query has 2 layers"),
+        ("query", lambda t: t[:, :, :3], "query has 3 heads, which 2 KV heads do not divide"),
+        ("query", lambda t: t.repeat(1, 1, 1, 2)[..., ::2], "query has strides"),
+        ("key_caches", lambda t: [t[0][..., :16]], "key_caches has shape"),
+        ("key_caches", lambda t: [t[0].half()], "key_caches is torch.float16; expected torch.float32"),
         ("block_table", lambda t: t[None], "block_table has shape"),
         ("block_table", lambda t: t.repeat(2)[::2], "block_table has strides"),
         ("last_keys", lambda t: t[:1], "last_keys has shape"),
         ("last_keys", lambda t: t.float(), "last_keys is torch.float32"),
-        ("sinks", lambda t: t[:3], r"sinks has shape \[3\]; expected \[4\]"),
+        ("sinks", lambda t: t[:, :3].clone(), r"sinks has shape \[3\]; expected \[4\]"),
+        ("sinks", lambda t: t[0], r"sinks has shape \[4\]; expected a row for each of 1 layers"),
         ("sinks", lambda t: t.int(), "sinks is torch.int32"),
-        ("sinks", lambda t: t.repeat(2)[::2], "sinks has strides"),
+        ("sinks", lambda t: t.repeat(1, 2)[:, ::2], "sinks has strides"),
         ("softcap", lambda _: -1.0, "softcap is -1.0; allowed: 0"),
         ("sliding_window", lambda _: -1, "sliding_window is -1; allowed: 0"),
         ("scores", lambda t: t.double(), "scores is torch.float64; expected torch.float32"),

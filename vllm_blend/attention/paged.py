@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,73 @@ NUM_PROGRAMS = 132
 """Of a launch that fuses segments: one for each multiprocessor of a large GPU."""
 
 
+class Asked(NamedTuple):
+    """Queries of a layer, and all that their attention depends on.
+
+    Attributes:
+        query: ``[num_queries, num_heads, head_size * itemsize]`` uint8.
+        dtype: theirs.
+        table: blocks of the requests, ``[num_reqs, max_num_blocks]`` int32.
+        options: numbers of ``received_attention``.
+        of_layer: its tensors, for one layer.
+    """
+
+    query: torch.Tensor
+    dtype: torch.dtype
+    key_cache: torch.Tensor
+    table: torch.Tensor
+    options: dict[str, Any]
+    of_layer: dict[str, torch.Tensor]
+
+    @property
+    def kind(self) -> Hashable:
+        """Layers of a kind are received together."""
+        cache = self.key_cache
+        tensors = sorted((name, value.shape) for name, value in self.of_layer.items())
+        return (
+            *(self.query.shape, self.dtype, cache.shape, cache.stride(), cache.dtype),
+            *(self.table.data_ptr(), *self.options.items(), *tensors),
+        )
+
+
+class Received:
+    """What layers were asked, and give all at once: launches are what takes the host's time."""
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        kinds: dict[Hashable, list[Asked]] = {}
+        for one in asked:
+            kinds.setdefault(one.kind, []).append(one)
+        self._kinds = [
+            (
+                torch.stack([one.query for one in alike]).view(alike[0].dtype),
+                [one.key_cache for one in alike],
+                alike[0].table,
+                alike[0].options
+                | {name: _rows([one.of_layer[name] for one in alike]) for name in alike[0].of_layer},
+            )
+            for alike in kinds.values()
+        ]
+
+    def add_to(
+        self, scores: torch.Tensor, queries: slice, request: int, last_keys: torch.Tensor
+    ) -> None:
+        """Adds what a request's keys get.
+
+        Args:
+            scores, last_keys: ``ops/received_attention.py``'s.
+            queries: the request's, of those that each layer was asked for.
+            request: which one of the step's.
+        """
+        for query, key_caches, table, options in self._kinds:
+            place = (table[request], last_keys, scores)
+            received_attention(query[:, queries], key_caches, *place, **options)
+
+
+def _rows(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A row a layer."""
+    return torch.stack([value.reshape(-1) for value in values])
+
+
 class PagedFuse(BlendAttention):
     """Mixin for an ``AttentionImpl`` whose cache is
     ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, in any physical order; of the model's
@@ -25,6 +93,7 @@ class PagedFuse(BlendAttention):
     scale: float
     kv_cache_dtype: str
     fuses_segments = True
+    receive = Received
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
         if fusion.old_kv is None:
@@ -77,40 +146,33 @@ class PagedFuse(BlendAttention):
             **self.scales(layer),
         )
 
-    def receive(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        rows: torch.Tensor,
-        block_table: torch.Tensor,
-        last_keys: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        """Adds to ``scores`` what some queries give to each key of their request.
+    def asked(self, layer: Any, query: torch.Tensor, rows: torch.Tensor, table: torch.Tensor) -> Asked:
+        """Some queries of a layer, for ``receive``.
 
         Args:
             query: ``[num_rows, num_heads, head_size]``.
             rows: which of them, ``[num_queries]``.
-            block_table, last_keys, scores: ``ops/received_attention.py``'s.
+            table: blocks of the requests, ``[num_reqs, max_num_blocks]`` int32.
         """
         key_cache, _ = self.caches(layer.kv_cache)
         scales = self.scales(layer)
         scales.pop("v_scale", None)
-        # bytes: index_select need not know their type
-        asked = query.view(torch.uint8).index_select(0, rows).view(query.dtype)
         if query.dtype == FP8:
             scales["q_scale"] = layer._q_scale
-        received_attention(
-            asked,
+        # bytes: index_select need not know their type
+        return Asked(
+            query.view(torch.uint8).index_select(0, rows),
+            query.dtype,
             key_cache,
-            block_table,
-            last_keys,
-            scores,
-            scale=self.scale,
-            sliding_window=layer.sliding_window or 0,
-            softcap=getattr(self, "logits_soft_cap", None) or 0.0,
-            sinks=getattr(self, "sinks", None),
-            **scales,
+            table,
+            dict(
+                scale=self.scale,
+                sliding_window=layer.sliding_window or 0,
+                softcap=getattr(self, "logits_soft_cap", None) or 0.0,
+            ),
+            scales | {"sinks": sinks}
+            if (sinks := getattr(self, "sinks", None)) is not None
+            else scales,
         )
 
     def scales(self, layer: Any) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,25 +55,25 @@ class Questions:
     def __init__(self, frame: ActiveRows, requests: Sequence[StepRequest], layers: range) -> None:
         self._frame, self._layers = frame, layers
         self._asked: list[QuestionRows] = []
-        first = 0
-        for request in requests:
+        self._impl: Any = None
+        self._of_layers: list[Any] = []
+        ends = [*accumulate(request.num_rows - request.num_chunk_rows for request in requests)]
+        places = [_places(request, end) for request, end in zip(requests, ends, strict=True)]
+        rows, last_keys = _to(torch.stack(places, dim=1), frame.device)
+        self._rows = rows.flatten()
+        for index, request in enumerate(requests):
             count = request.num_rows - request.num_chunk_rows
-            asked, end = request.num_asked, first + count - (request.end - request.prompt_end)
-            rows = torch.arange(end - asked, end - asked + MAX_ASKED).clamp_(max=end - 1)
-            last_keys = torch.full((MAX_ASKED,), -1)
-            last_keys[:asked] = torch.arange(request.prompt_end - asked, request.prompt_end)
             self._asked.append(
                 QuestionRows(
                     request,
-                    first,
+                    ends[index] - count,
                     count,
                     bisect_right(frame.step.starts, request.row) - 1,
-                    _to(rows, frame.device),
-                    _to(last_keys, frame.device),
+                    rows[index],
+                    last_keys[index],
                     torch.zeros(request.end, device=frame.device),
                 )
             )
-            first += count
 
     def hear(
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
@@ -84,11 +85,10 @@ class Questions:
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
     ) -> None:
         query = query.view(len(query), -1, impl.head_size)
-        if hasattr(impl, "receive"):  # over the paged cache
-            block_table = self._frame.stock_metadata(layer).block_table
-            for asked in self._asked:
-                table = block_table[asked.index]
-                impl.receive(layer, query, asked.rows, table, asked.last_keys, asked.total)
+        if hasattr(impl, "receive"):  # over the paged cache, all layers at the end
+            table = self._frame.stock_metadata(layer).block_table
+            self._impl = impl
+            self._of_layers.append(impl.asked(layer, query, self._rows, table))
             return
         softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
         window = layer.sliding_window or 0
@@ -120,12 +120,27 @@ class Questions:
 
     def received(self) -> dict[StepRequest, torch.Tensor]:
         """What the chunk rows of each request got of this rank's heads, ``[num_chunk_rows]``."""
+        if self._of_layers:
+            of_layers, self._of_layers = self._impl.receive(self._of_layers), []
+            for number, asked in enumerate(self._asked):
+                queries = slice(number * MAX_ASKED, (number + 1) * MAX_ASKED)
+                of_layers.add_to(asked.total, queries, asked.index, asked.last_keys)
         found = {}
         for asked in self._asked:
             request = asked.request
             rows = request.chunk_rows - request.shift
             found[request] = asked.total[rows]
         return found
+
+
+def _places(request: StepRequest, end: int) -> torch.Tensor:
+    """Of the question's tokens, their rows and the last key that each sees, ``[2, MAX_ASKED]``; the
+    request's own rows end at ``end``."""
+    asked, end = request.num_asked, end - (request.end - request.prompt_end)
+    rows = torch.arange(end - asked, end - asked + MAX_ASKED).clamp_(max=end - 1)
+    last_keys = torch.full((MAX_ASKED,), -1)
+    last_keys[:asked] = torch.arange(request.prompt_end - asked, request.prompt_end)
+    return torch.stack([rows, last_keys])
 
 
 def _to(values: torch.Tensor, device: torch.device) -> torch.Tensor:

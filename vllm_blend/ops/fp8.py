@@ -19,6 +19,13 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """What e4m3 holds; larger values become this."""
 
+TRITON_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    FP8: tl.float8e4nv,
+}
+
 
 @triton.jit
 def to_e4m3(x, scale):

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_blend.ops.fp8 import scale_stride
+from vllm_blend.ops.fp8 import TRITON_TYPES, scale_stride
 from vllm_blend.ops.library import INTERPRETED
 from vllm_blend.ops.paged_products import dot_keys, logit_scales, scale_logits, widen_query
 from vllm_blend.ops.sparse_attention_tiles import Tiles
@@ -33,6 +34,24 @@ def _seen_keys(last_keys, num_queries, MAX_QUERIES: tl.constexpr, WINDOW: tl.con
     if WINDOW > 0:
         begin = tl.maximum(tl.min(tl.where(last < 0, end, last), axis=0) - WINDOW + 1, 0)
     return begin, end
+
+
+@triton.jit
+def _place(part, num_tiles, NUM_KV_HEADS: tl.constexpr):
+    """The layer, KV head and tile of a part."""
+    return (
+        part // (NUM_KV_HEADS * num_tiles),
+        part // num_tiles % NUM_KV_HEADS,
+        part % num_tiles,
+    )
+
+
+@triton.jit
+def _cache_of(key_caches, layer, CACHE: tl.constexpr, ALIGNED: tl.constexpr):
+    cache = tl.load(key_caches + layer).to(tl.pointer_type(CACHE), bitcast=False)
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
+    return cache
 
 
 @triton.jit
@@ -100,32 +119,38 @@ def _scores(
 # what changes from call to call is not compiled in
 @triton.jit(
     do_not_specialize=["num_queries", "num_tiles"],
-    do_not_specialize_on_alignment=["block_table", "last_keys", "q_scale", "k_scale"],
+    do_not_specialize_on_alignment=[
+        *("key_caches", "block_table", "last_keys", "q_scale", "k_scale"),
+    ],
 )
 def _lse_kernel(
-    query,  # [num_queries, num_heads, head_size]
-    key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    query,  # [num_layers, num_queries, num_heads, head_size]
+    key_caches,  # [num_layers], addresses of [num_blocks, block_size, num_kv_heads, head_size]
     block_table,  # [max_num_blocks]
     last_keys,  # [num_queries]
-    lse,  # [num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
-    q_scale,  # [1] or [num_kv_heads]; only with QUERY_STRIDE >= 0
+    lse,  # [num_layers * num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
+    q_scale,  # [num_layers, 1 or num_kv_heads]; only with QUERY_STRIDE >= 0
     k_scale,  # the same, only with QUANTIZED
     scale_log2,  # logit_scales(scale, softcap)
     cap_scale,
     num_queries,
     num_tiles,
+    q_stride_layer,
     q_stride_row,
     q_stride_head,
     kc_stride_block,
     kc_stride_slot,
     kc_stride_head,
     MAX_QUERIES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # whether there is one
-    QUANTIZED: tl.constexpr,  # whether the cache is in e4m3
+    CACHE: tl.constexpr,  # type of the caches
+    ALIGNED: tl.constexpr,  # whether they begin at multiples of 16 bytes
+    QUANTIZED: tl.constexpr,  # whether they are in e4m3
     QUERY_STRIDE: tl.constexpr,  # -1: queries are not
     SCALE_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -136,17 +161,20 @@ def _lse_kernel(
 ):
     """``lse[part, split, m] = log2(sum over the split's keys of exp(logit))``; -inf: no keys.
 
-    Grid: ``(SPLITS, num_kv_heads * num_tiles)``. A part is BLOCK_M rows of a KV head: row ``m`` of the
-    head's ``num_queries * GROUP`` is query ``m // GROUP``, head ``m % GROUP``. A split is every
-    SPLITS-th BLOCK_N keys of those that some query sees.
+    Grid: ``(SPLITS, num_layers * num_kv_heads * num_tiles)``. A part is BLOCK_M rows of a KV head of a
+    layer: row ``m`` of the head's ``num_queries * GROUP`` is query ``m // GROUP``, head ``m % GROUP``.
+    A split is every SPLITS-th BLOCK_N keys of those that some query sees.
     """
     split, part = tl.program_id(0), tl.program_id(1)
-    kv_head = part // num_tiles
+    layer, kv_head, tile = _place(part, num_tiles, NUM_KV_HEADS)
+    key_cache = _cache_of(key_caches, layer, CACHE, ALIGNED)
     q, _head, last = _load_rows(
-        query, last_keys, num_queries, kv_head, part % num_tiles, q_stride_row, q_stride_head,
-        GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+        query + layer.to(tl.int64) * q_stride_layer, last_keys, num_queries, kv_head, tile,
+        q_stride_row, q_stride_head, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     if QUANTIZED:
+        q_scale += layer * max(1, QUERY_STRIDE * NUM_KV_HEADS)
+        k_scale += layer * max(1, SCALE_STRIDE * NUM_KV_HEADS)
         scale_log2, cap_scale = scale_logits(
             scale_log2, cap_scale, q_scale, k_scale, kv_head, QUERY_STRIDE, SCALE_STRIDE, SOFTCAP
         )
@@ -173,36 +201,42 @@ def _lse_kernel(
 
 @triton.jit(
     do_not_specialize=["num_queries", "num_tiles", "max_num_keys"],
-    do_not_specialize_on_alignment=["block_table", "last_keys", "q_scale", "k_scale"],
+    do_not_specialize_on_alignment=[
+        *("key_caches", "block_table", "last_keys", "q_scale", "k_scale"),
+    ],
 )
 def _received_kernel(
-    query,  # [num_queries, num_heads, head_size]
-    key_cache,  # [num_blocks, block_size, num_kv_heads, head_size]
+    query,  # [num_layers, num_queries, num_heads, head_size]
+    key_caches,  # [num_layers], addresses of [num_blocks, block_size, num_kv_heads, head_size]
     block_table,  # [max_num_blocks]
     last_keys,  # [num_queries]
-    lse,  # [num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
-    received,  # [num_kv_heads * num_tiles, max_num_keys]
-    sinks,  # [num_heads]; only with HAS_SINKS
-    q_scale,  # [1] or [num_kv_heads]; only with QUERY_STRIDE >= 0
+    lse,  # [num_layers * num_kv_heads * num_tiles, SPLITS, BLOCK_M], base 2
+    received,  # [num_layers * num_kv_heads * num_tiles, max_num_keys]
+    sinks,  # [num_layers, num_heads]; only with HAS_SINKS
+    q_scale,  # [num_layers, 1 or num_kv_heads]; only with QUERY_STRIDE >= 0
     k_scale,  # the same, only with QUANTIZED
     scale_log2,  # logit_scales(scale, softcap)
     cap_scale,
     num_queries,
     num_tiles,
     max_num_keys,
+    q_stride_layer,
     q_stride_row,
     q_stride_head,
     kc_stride_block,
     kc_stride_slot,
     kc_stride_head,
     MAX_QUERIES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # whether there is one
     HAS_SINKS: tl.constexpr,
-    QUANTIZED: tl.constexpr,  # whether the cache is in e4m3
+    CACHE: tl.constexpr,  # type of the caches
+    ALIGNED: tl.constexpr,  # whether they begin at multiples of 16 bytes
+    QUANTIZED: tl.constexpr,  # whether they are in e4m3
     QUERY_STRIDE: tl.constexpr,  # -1: queries are not
     SCALE_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -217,12 +251,15 @@ def _received_kernel(
     that any query sees are written.
     """
     split, part = tl.program_id(0), tl.program_id(1)
-    kv_head = part // num_tiles
+    layer, kv_head, tile = _place(part, num_tiles, NUM_KV_HEADS)
+    key_cache = _cache_of(key_caches, layer, CACHE, ALIGNED)
     q, head, last = _load_rows(
-        query, last_keys, num_queries, kv_head, part % num_tiles, q_stride_row, q_stride_head,
-        GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+        query + layer.to(tl.int64) * q_stride_layer, last_keys, num_queries, kv_head, tile,
+        q_stride_row, q_stride_head, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
     )  # fmt: skip
     if QUANTIZED:
+        q_scale += layer * max(1, QUERY_STRIDE * NUM_KV_HEADS)
+        k_scale += layer * max(1, SCALE_STRIDE * NUM_KV_HEADS)
         scale_log2, cap_scale = scale_logits(
             scale_log2, cap_scale, q_scale, k_scale, kv_head, QUERY_STRIDE, SCALE_STRIDE, SOFTCAP
         )
@@ -231,7 +268,7 @@ def _received_kernel(
     of_splits = tl.load(lse + at)
     m = tl.max(of_splits, axis=0)
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + layer * NUM_KV_HEADS * GROUP + head).to(tl.float32) * 1.4426950408889634
         m = tl.maximum(m, sink)
     total = tl.sum(tl.math.exp2(of_splits - m[None, :]), axis=0)
     if HAS_SINKS:
@@ -312,9 +349,18 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@lru_cache(maxsize=64)
+def _addresses(caches: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where layers' caches are, on the device: the same in all steps."""
+    addresses = torch.tensor(caches, dtype=torch.int64, device="cpu")
+    if device.type == "cpu":
+        return addresses
+    return addresses.pin_memory().to(device)
+
+
 def launch(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
+    key_caches: Sequence[torch.Tensor],
     block_table: torch.Tensor,
     last_keys: torch.Tensor,
     scores: torch.Tensor,
@@ -327,30 +373,36 @@ def launch(
     k_scale: torch.Tensor | None = None,
 ) -> None:
     """Launches the kernels; arguments as ``received_attention``'s, unchecked, none of them empty."""
-    num_queries, num_heads, head_size = query.shape
+    num_layers, num_queries, num_heads, head_size = query.shape
+    key_cache = key_caches[0]
     block_size, num_kv_heads = key_cache.shape[1:3]
+    caches = tuple(cache.data_ptr() for cache in key_caches)
     max_num_keys = scores.shape[0]
     group = num_heads // num_kv_heads
     tiles = choose_tiles(query, group)
-    splits = choose_splits(query.device, num_kv_heads * triton.cdiv(MAX_QUERIES * group, tiles.block_m))
+    most_parts = num_layers * num_kv_heads * triton.cdiv(MAX_QUERIES * group, tiles.block_m)
+    splits = choose_splits(query.device, most_parts)
     num_tiles = triton.cdiv(num_queries * group, tiles.block_m)
-    num_parts = num_kv_heads * num_tiles
+    num_parts = num_layers * num_kv_heads * num_tiles
     lse = torch.empty(num_parts, splits, tiles.block_m, dtype=torch.float32, device=query.device)
     received = torch.empty(num_parts, max_num_keys, dtype=torch.float32, device=query.device)
-    place = (query, key_cache, block_table, last_keys, lse)
+    place = (query, _addresses(caches, query.device), block_table, last_keys, lse)
     scales = (lse if one is None else one for one in (q_scale, k_scale))
     numbers = (*scales, *logit_scales(scale, softcap), num_queries, num_tiles)
-    strides = (query.stride(0), query.stride(1), *key_cache.stride()[:3])
+    strides = (*query.stride()[:3], *key_cache.stride()[:3])
     constants = dict(
         MAX_QUERIES=MAX_QUERIES,
+        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         SOFTCAP=softcap > 0,
+        CACHE=TRITON_TYPES[key_cache.dtype],
+        ALIGNED=all(address % 16 == 0 for address in caches),
         QUANTIZED=k_scale is not None,
-        QUERY_STRIDE=-1 if q_scale is None else scale_stride(q_scale),
-        SCALE_STRIDE=scale_stride(k_scale),
+        QUERY_STRIDE=-1 if q_scale is None else scale_stride(q_scale[0]),
+        SCALE_STRIDE=0 if k_scale is None else scale_stride(k_scale[0]),
         SPLITS=splits,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,

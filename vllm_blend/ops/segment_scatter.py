@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton
-import triton.language as tl
 
-from vllm_blend.ops.fp8 import FP8, check_scales, scale_stride
+from vllm_blend.ops.fp8 import FP8, TRITON_TYPES, check_scales, scale_stride
 from vllm_blend.ops.library import (
     FLOATS,
     check,
@@ -33,12 +32,6 @@ from vllm_blend.ops.shift_scatter import shift_scatter_oracle
 
 UNIT_TOKENS = 8
 """Tokens of a unit of work: 32 KiB of K and V to have in flight with 8 heads of 128 in 16 bits."""
-
-TRITON_TYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
 
 ALIGNMENT = 16
 """Bytes that a segment's addresses are multiples of: the widest load."""
