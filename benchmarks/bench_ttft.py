@@ -3,9 +3,8 @@
 A prompt is a chat turn over chunks of the inputs. The chunks' KV lies in one safetensors file a chunk;
 blended times include opening the files, so the load counts. The methods take turns; printed are the
 median time and the median of the rounds' ratios. "at the floor": full prefill, if only the rows that
-blending computes cost time. Rows are told by the ratio; a ``--question`` that asks for no passage, as a
-request for a summary, has policies with ``ahead`` recompute twice as many.
-Last line: JSON.
+blending computes cost time. A ``--question`` that asks for no passage, as a request for a summary, has
+policies with ``ahead`` recompute twice as many. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -104,8 +103,16 @@ def main() -> None:
                 for policy in options.policies
                 for ratio in options.ratios
             }
+            num_rows: dict[str, int] = {}
             for name, settings in blends.items():
-                methods[name] = partial(load_and_blend, blender, prompt, files, settings)
+                methods[name] = partial(
+                    load_and_blend,
+                    blender,
+                    prompt,
+                    files,
+                    settings,
+                    partial(num_rows.__setitem__, name),
+                )
             times = measure(methods, options.repeat, f"{len(prompt.token_ids)} tokens")
             stock = median(times["stock"])
             rows.append([len(prompt.token_ids), "stock", f"{stock:.3f} s", "1.00x", "", ""])
@@ -114,8 +121,7 @@ def main() -> None:
                 ratio, blended = settings.recomp_ratio, times[name]
                 ttft = median(blended)
                 speedup = median(s / b for s, b in zip(times["stock"], blended, strict=True))
-                fresh = len(prompt.token_ids) - prompt.num_reused
-                kept = int(ratio * prompt.num_reused) + fresh
+                kept = num_rows[name]
                 whole_layers = 0 if settings.early else 1  # computed for all rows
                 share = kept / len(prompt.token_ids)
                 floor = stock * (whole_layers + (num_layers - whole_layers) * share) / num_layers
@@ -148,9 +154,15 @@ def main() -> None:
 
 
 def load_and_blend(
-    blender: Blender, prompt: BlendPrompt, files: list[pathlib.Path], settings: BlendSettings
+    blender: Blender,
+    prompt: BlendPrompt,
+    files: list[pathlib.Path],
+    settings: BlendSettings,
+    count: Callable[[int], None],
 ) -> None:
+    """``count`` gets the number of rows that were computed."""
     blender.generate(load(prompt, files), PARAMS, settings=settings)
+    count(len(blender.model.cache_fuse_metadata["imp_indices"]))
 
 
 def save(prompt: BlendPrompt, folder: pathlib.Path) -> list[pathlib.Path]:
