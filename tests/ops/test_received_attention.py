@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from paged import paged_cache, relative_error
 
+from vllm_blend.attention import paged as paged_attention
 from vllm_blend.ops.library import FLOATS
 from vllm_blend.ops.received_attention import received_attention, received_attention_oracle
 
@@ -161,6 +163,47 @@ def test_layers_add_up(device: torch.device, num_layers: int, options: dict[str,
                     of_layer["sinks"] = args["sinks"][layer : layer + 1]
                 received_attention(**(args | of_layer), scores=apart)
             torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_layers_were_asked_is_received_at_once(device: torch.device, dtype: torch.dtype) -> None:
+    """By layers of two kinds, of two requests of a step; as the oracle gives it layer by layer."""
+    num_layers, num_queries, heads, size = 4, 3, 4, 32
+    made = case(device, [90, 40, -1], dtype, heads, 2, size, num_layers=num_layers)
+    made = with_options(made, has_sinks=True)
+    made["key_caches"] = [cache.nan_to_num(0.0) for cache in made["key_caches"]]
+    tables = torch.stack(
+        [made["block_table"], made["block_table"].flip(0), made["block_table"].roll(1)]
+    )
+    windows = [None, 37, None, 37]
+    queries = torch.randn(num_layers, 9, heads, size, device=device).to(dtype)
+    rows = torch.tensor([8, 1, 3, 0, 2, 7], device=device)
+    asked = []
+    for layer, window in enumerate(windows):
+        impl: Any = paged_attention.PagedFuse()
+        impl.__dict__.update(kv_cache_dtype="auto", scale=0.3, sinks=made["sinks"][layer])
+        impl.caches = lambda kv_cache: (kv_cache, None)
+        module = SimpleNamespace(kv_cache=made["key_caches"][layer], sliding_window=window)
+        asked.append(impl.asked(module, queries[layer], rows, tables))
+    received = paged_attention.Received(asked)
+    for request, last_keys in ((2, [90, 40, -1]), (1, [17, 60, 61])):
+        last = torch.tensor(last_keys, device=device)
+        of_request = slice(0, num_queries) if request == 2 else slice(num_queries, 2 * num_queries)
+        scores, expected = torch.zeros(2, 91, device=device)
+        received.add_to(scores, of_request, request, last)
+        for layer, window in enumerate(windows):
+            received_attention_oracle(
+                queries[layer, rows[of_request]][None],
+                [made["key_caches"][layer]],
+                tables[request],
+                last,
+                expected,
+                scale=0.3,
+                sliding_window=window or 0,
+                sinks=made["sinks"][layer][None],
+            )
+        assert expected.any()
+        assert relative_error(scores, expected) <= (1e-5 if device.type == "cuda" else 2e-6)
 
 
 def test_layers_of_other_strides_are_refused(device: torch.device) -> None:
