@@ -193,9 +193,11 @@ def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
     prompts: list[list[int]],
     question: list[int],
     full: list[torch.Tensor],
+    noise: float,
     to_itself: list[float],
 ) -> None:
-    """In the mean: stored K is rounded to its type once more, so that some last bits are others."""
+    """In the mean: stored K is rounded to its type once more, so that some last bits are others. Nor is
+    it farther than eight bits alone make."""
     found = [
         distance_to(
             full, engine, prompts, engine.collect, question=question, recomp_ratio=r, policy=policy
@@ -204,7 +206,7 @@ def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
         for r in (0.0, 0.16, 1.0)
     ]
     print(f"exact KV {mean(found):.3f}, full prefill to itself {mean(to_itself):.3f}")
-    assert mean(found) < mean(to_itself)
+    assert mean(found) < min(noise, mean(to_itself))
 
 
 def test_any_kv_at_ratio_one_is_full_prefill(
