@@ -5,7 +5,7 @@
 
 Prompts of random tokens, never seen before, so that nothing is reused: the price that cold traffic
 pays. ``--at-once`` prompts are sent together, in turns without and with chunks. Shown are medians of
-the rounds; the last line is one JSON object.
+the rounds, and seconds of the process's CPU a prompt; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pathlib
 import random
 import tempfile
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -40,6 +41,9 @@ def main() -> None:
     )
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 24], help="prompts of a round")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (5)")
+    parser.add_argument(
+        "--timeline", action="store_true", help="on a GPU: what it did in a round of each"
+    )
     parser.add_argument("--ram-gb", type=float, default=40, help="for chunks (40)")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -56,11 +60,28 @@ def main() -> None:
             f"{1e3 * found['plain_s']:.0f} ms",
             f"{1e3 * found['kept_s']:.0f} ms",
             f"{found['ratio']:.3f}",
+            f"{found['plain_cpu_s']:.3f}",
+            f"{found['kept_cpu_s']:.3f}",
         ]
         for found in results
     ]
     print(f"\n{hardware()}; {options.shape}\n")
-    print_table(["prompts at once", "plain", "chunks kept", "ratio"], rows)
+    head = ["prompts at once", "plain", "chunks kept", "ratio", "CPU s a prompt, plain", "chunks kept"]
+    print_table(head, rows)
+    if options.timeline:
+        kinds = [*results[0]["timelines"][0]]
+        print_table(
+            ["prompts at once", "chunks", *(f"{kind} (ms)" for kind in kinds)],
+            [
+                [
+                    found["at_once"],
+                    "kept" if kept else "plain",
+                    *(f"{line[kind]:.1f}" for kind in kinds),
+                ]
+                for found in results
+                for kept, line in enumerate(found["timelines"])
+            ],
+        )
     print(json.dumps({"hardware": hardware(), "shape": options.shape, "results": results}))
 
 
@@ -69,15 +90,27 @@ def run(llm: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     choose = random.Random(0)
     for kept in (False, True, True):  # kernels that are compiled at first use
         seconds(llm, [prompt(choose, options) for _ in range(max(options.at_once) // 4 + 1)], kept)
+    from timeline import timeline
+
     results = []
     for at_once in options.at_once:
         times: dict[bool, list[float]] = {False: [], True: []}
+        cpu: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(options.repeat):
             for kept in (False, True) if turn % 2 else (True, False):
                 prompts = [prompt(choose, options) for _ in range(at_once)]
+                before = time.process_time()
                 times[kept].append(seconds(llm, prompts, kept))
+                cpu[kept].append((time.process_time() - before) / at_once)
         plain, with_chunks = median(times[False]), median(times[True])
-        found = {"at_once": at_once, "plain_s": plain, "kept_s": with_chunks}
+        found: dict[str, Any] = {"at_once": at_once, "plain_s": plain, "kept_s": with_chunks}
+        found |= {"plain_cpu_s": median(cpu[False]), "kept_cpu_s": median(cpu[True])}
+        if options.timeline:
+            of_rounds = [
+                timeline(partial(seconds, llm, [prompt(choose, options) for _ in range(at_once)], kept))
+                for kept in (False, True)
+            ]
+            found |= {"timelines": of_rounds}
         results.append(found | {"ratio": with_chunks / plain})
         print(json.dumps(results[-1]), flush=True)
     return results
