@@ -56,6 +56,13 @@ def main() -> None:
     )
     parser.add_argument("--eager", action="store_true", help="cuda: without torch.compile and graphs")
     parser.add_argument(
+        "--kv",
+        nargs="+",
+        choices=("gpu", "pinned", "fp8"),
+        default=["gpu", "pinned"],
+        help="cuda: where stored KV is: on the GPU, in pinned memory, there in eight bits (gpu pinned)",
+    )
+    parser.add_argument(
         "--profile", nargs="+", default=[], help="cuda: methods whose time line to show, by name"
     )
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")

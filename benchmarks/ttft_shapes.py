@@ -33,6 +33,7 @@ from vllm_blend import BlendSettings, blend_model
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import BlockLayers
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
+from vllm_blend.store.fp8 import Fp8Layers
 
 COMMON = dict(
     num_hidden_layers=32,
@@ -158,7 +159,7 @@ def run_shape(
     results: list[dict[str, Any]] = []
     lines: list[tuple[int, str, dict[str, float]]] = []
     for num_tokens in options.tokens:
-        methods = bench.methods(num_tokens, options.ratios, options.policies)
+        methods = bench.methods(num_tokens, options.ratios, options.policies, options.kv)
         times = measure(methods, options.repeat, f"{num_tokens} tokens")
         for name, seconds in times.items():
             speedup = median(s / b for s, b in zip(times["stock"], seconds, strict=True))
@@ -169,7 +170,8 @@ def run_shape(
             result |= dict(ttft_s=ttft, speedup=speedup)
             row = [num_tokens, backend, name, f"{ttft * 1e3:.1f} ms", f"{speedup:.2f}x", "", ""]
             if rates is not None and ratio is not None:
-                floor = rates.floor(num_tokens, kept, bench.settings[name], "pinned" in name)
+                copied = bench.copied(name.split()[-1])
+                floor = rates.floor(num_tokens, kept, bench.settings[name], copied)
                 row[-2:] = [f"{floor * 1e3:.1f} ms", f"{ttft / floor:.2f}"]
                 result |= dict(floor_s=floor)
             rows.append(row)
@@ -216,11 +218,12 @@ class Rates:
             lambda: flash_attn_varlen_func(q=q, k=k, v=v, causal=True, fa_version=version, **lens)
         )
 
-    def floor(self, num_tokens: int, num_kept: int, settings: BlendSettings, copied: bool) -> float:
-        """Seconds of a blend's first token, if nothing else took time; ``copied``: its KV is."""
+    def floor(self, num_tokens: int, num_kept: int, settings: BlendSettings, copied: float) -> float:
+        """Seconds of a blend's first token, if nothing else took time; ``copied``: that share of the
+        bytes that its KV has in the model's type is."""
         attention = self.attention(num_tokens)
         kept = self.products(num_kept) + attention * num_kept / num_tokens
-        copies = num_tokens * self.copy if copied else 0.0
+        copies = num_tokens * self.copy * copied
         if settings.early:
             return max(copies, self.num_layers * kept)
         v = self.product(num_tokens, self.weights[0][-self.attn.kv_size :])
@@ -275,16 +278,16 @@ class Bench:
         self.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
 
     def methods(
-        self, num_tokens: int, ratios: list[float], policies: list[str]
+        self, num_tokens: int, ratios: list[float], policies: list[str], places: list[str]
     ) -> dict[str, Callable[[], object]]:
-        """What is measured, by name."""
+        """What is measured, by name; ``places``: where stored KV is."""
         token_ids = self.tokens(num_tokens, num_tokens)
         found: dict[str, Callable[[], object]] = {"stock": partial(self.run, token_ids)}
         first = (num_tokens - QUESTION_TOKENS) // CHUNKS
         if self.prefix_caching:
             self.run(token_ids[:first])
             found["prefix hit"] = partial(self.prefix_hit, token_ids[:first], num_tokens)
-        for place in ("gpu", "pinned") if self.device.type == "cuda" else ("host",):
+        for place in places if self.device.type == "cuda" else ["host"]:
             spans = self.spans(num_tokens, place)
             for policy, ratio in product(policies, ratios):
                 settings = BlendSettings(recomp_ratio=ratio, policy=policy)
@@ -304,22 +307,42 @@ class Bench:
 
     def spans(self, num_tokens: int, place: str) -> tuple[ChunkSpan, ...]:
         """Chunks of random KV, each in memory of its own, as a store keeps them."""
-        shape = self.model.blending.kv_shape
         size = (num_tokens - QUESTION_TOKENS) // CHUNKS
         spans = []
         for chunk in range(CHUNKS):
-            block = torch.empty(
-                (self.num_layers, 2, *shape.of(size)),
-                dtype=shape.dtype,
-                device=self.device if place == "gpu" else "cpu",
-                pin_memory=place == "pinned",
-            )
-            for layer in block:
-                layer.copy_(self.random(layer.shape))
+            layers = self.narrow(size) if place == "fp8" else self.wide(size, place)
             scores = torch.rand(size, generator=torch.Generator().manual_seed(chunk))
-            kv = StoredKV(BlockLayers(block), scores)
-            spans.append(ChunkSpan(chunk * size, kv))
+            spans.append(ChunkSpan(chunk * size, StoredKV(layers, scores)))
         return tuple(spans)
+
+    def wide(self, num_tokens: int, place: str) -> BlockLayers:
+        """A chunk in the model's type."""
+        shape = self.model.blending.kv_shape
+        block = torch.empty(
+            (self.num_layers, 2, *shape.of(num_tokens)),
+            dtype=shape.dtype,
+            device=self.device if place == "gpu" else "cpu",
+            pin_memory=place == "pinned",
+        )
+        for layer in block:
+            layer.copy_(self.random(layer.shape))
+        return BlockLayers(block)
+
+    def narrow(self, num_tokens: int) -> Fp8Layers:
+        """A chunk in eight bits, in pinned memory."""
+        shape = self.model.blending.kv_shape
+        row = 2 * num_tokens * shape.num_kv_heads * (4 + shape.head_size)
+        memory = torch.empty(self.num_layers * row, dtype=torch.uint8, device="cpu", pin_memory=True)
+        layers = Fp8Layers(memory, shape, num_tokens)
+        for layer in range(self.num_layers):
+            layers.write(layer, *self.random((2, *shape.of(num_tokens))))
+        return layers
+
+    def copied(self, place: str) -> float:
+        """How many bytes come from the host, as a share of those in the model's type."""
+        shape = self.model.blending.kv_shape
+        eight = (1 + 4 / shape.head_size) / shape.dtype.itemsize
+        return {"gpu": 0.0, "pinned": 1.0, "fp8": eight, "host": 0.0}[place]
 
     def random(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(size, dtype=self.model.blending.kv_shape.dtype, device=self.device)

@@ -70,7 +70,7 @@ class Device:
     Attributes:
         main, copies: the step's stream, and the one that fills the ring.
         launched, copied: targets of copies, when they are launched and when they are done.
-        narrow: fp8 that is copied, and widened behind that.
+        widened: targets of what is widened behind copies, when that is launched.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, copies: str | None = None) -> None:
@@ -79,7 +79,7 @@ class Device:
         self.current = self.main
         self.launched: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
-        self.narrow: list[torch.Tensor] = []
+        self.widened: list[torch.Tensor] = []
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(torch.cuda, "Event", lambda: Event(self))
@@ -87,8 +87,9 @@ class Device:
         patch.setattr(kv_loader, "_copy_stream", lambda device: self.copies)
         patch.setattr(kv_loader, "_reads_ahead", lambda device: True)
         patch.setattr(kv_loader, "_copy", self._copy)
-        self._widen = kv_loader._copy_narrow
-        patch.setattr(kv_loader, "_copy_narrow", self._copy_narrow)
+        patch.setattr(kv_loader, "_copy_all", self._copy_all)
+        self._stock_widen = kv_loader._widen
+        patch.setattr(kv_loader, "_widen", self._widen)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -103,10 +104,14 @@ class Device:
         self.launched.append(target)
         self.current.launch(lambda: self.copied.append(target.copy_(source)))
 
-    def _copy_narrow(self, target: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
+    def _copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source)
+
+    def _widen(self, target: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
         assert self.current is self.copies
-        self.narrow.append(values)
-        self.current.launch(lambda: self._widen(target, scale, values))
+        self.widened.append(target)
+        self.current.launch(lambda: self._stock_widen(target, values, scales))
 
     def go_on(self, stream: Stream) -> None:
         """Called when something is launched on ``stream``."""

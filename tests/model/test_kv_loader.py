@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from streams import ORDERS, Device
 
 from vllm_blend.attention.base import Fusion, StoredSegments
 from vllm_blend.attention.cpu import CPUBlendImpl
-from vllm_blend.core.kv import WIDEST_LOAD, StoredKV
+from vllm_blend.core.kv import WIDEST_LOAD, KVShape, StoredKV
 from vllm_blend.core.layers import LayerKV
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
 from vllm_blend.core.settings import BlendSettings
@@ -24,6 +25,7 @@ from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
 from vllm_blend.model import kv_loader
 from vllm_blend.store.arena import Arena
+from vllm_blend.store.fp8 import Fp8Layers, scale_bytes
 from vllm_blend.store.record import PAGE
 from vllm_blend.store.streaming_layers import ChunkLost, StreamingKV, StreamingLayers
 
@@ -91,6 +93,16 @@ def make_layers(
     return tuple((k, v) if joint else (k.clone(), v.clone()) for k, v in kv)
 
 
+def in_eight_bits(layers: tuple[LayerKV, ...]) -> Fp8Layers:
+    count = len(layers[0][0])
+    shape = KVShape(NUM_LAYERS, *SHAPE, torch.float32)
+    row = 2 * (scale_bytes(shape.of(count)) + math.prod(shape.of(count)))
+    kept = Fp8Layers(torch.zeros(NUM_LAYERS * row, dtype=torch.uint8), shape, count)
+    for index, (k, v) in enumerate(layers):
+        kept.write(index, k, v)
+    return kept
+
+
 def make_requests(kinds: Sequence[str]) -> tuple[list[StepRequest], list[StreamingLayers]]:
     """Two requests with a chunk of each kind; the second one's window begins within a chunk. They have
     the same one where its kind is "shared"."""
@@ -103,8 +115,13 @@ def make_requests(kinds: Sequence[str]) -> tuple[list[StepRequest], list[Streami
             if kind == "late":
                 late.append(StreamingLayers(layers, "late", 0))
                 kv = StreamingKV(late[-1])
-            elif kind == "fp8":
+            elif kind == "widened":
                 kv = StoredKV(Widened(layers))
+            elif kind == "fp8":
+                kv = StoredKV(in_eight_bits(layers))
+            elif kind == "late fp8":
+                late.append(StreamingLayers(in_eight_bits(layers), "late", 0))
+                kv = StreamingKV(late[-1])
             elif kind == "shared" and number:
                 kv = requests[0].plan.spans[index].kv
             spans.append(ChunkSpan(start, kv))
@@ -135,9 +152,12 @@ KINDS = [
     ["joint"],
     ["apart", "joint"],
     ["gpu"],
-    ["gpu", "joint", "fp8"],
+    ["gpu", "joint", "widened"],
+    ["fp8"],
+    ["joint", "fp8", "gpu", "fp8"],
     ["late"],
-    ["late", "apart", "gpu", "late", "fp8", "joint"],
+    ["late fp8", "apart"],
+    ["late", "apart", "gpu", "late fp8", "widened", "joint", "fp8"],
     ["joint", "shared", "gpu", "shared"],
 ]
 

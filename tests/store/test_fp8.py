@@ -138,7 +138,6 @@ def test_a_gpu_gets_eight_bits_and_widens_them(monkeypatch: pytest.MonkeyPatch, 
     plan = BlendPlan((ChunkSpan(0, kv), ChunkSpan(9, kv)))
     request = StepRequest(plan, 0, 0, 14, torch.device("cpu"))
     stored = kv_loader.StoredLayers([request], torch.device("cpu"), 5, 0, StageClock())
-    copied = device.narrow
     monkeypatch.setattr(Fp8Layers, "layer", None)  # nothing is widened before it is copied
     for layer in range(5):
         stored.read(layer)
@@ -146,9 +145,13 @@ def test_a_gpu_gets_eight_bits_and_widens_them(monkeypatch: pytest.MonkeyPatch, 
         for tensor, whole in zip(found, expected.layers[layer], strict=True):
             assert torch.equal(tensor, torch.cat([whole, whole[:5]]))
         stored.done(layer)
-    assert len(copied) == 5 * 2 * 2
-    assert {values.element_size() for values in copied} == {1}
-    assert sum(values.numel() for values in copied) == 5 * 2 * 14 * 16
+    assert len(device.launched) == 5 * (2 + 4)  # a whole chunk's K and V in one, and their scales
+    assert len(device.widened) == 5  # a layer at once
+    values = [target for target in device.launched if target.element_size() == 1]
+    scales = [target for target in device.launched if target.element_size() == 4]
+    assert sum(target.numel() for target in values) == 5 * 2 * 14 * 16
+    assert sum(target.numel() for target in scales) == 5 * 2 * 14 * 2
+    assert len(values) == len(scales) == 5 * 3
 
 
 def test_a_servers_budget_is_of_what_is_kept() -> None:

@@ -55,9 +55,15 @@ class NarrowLayers(LazyLayers):
     call, where it lies."""
 
     @abstractmethod
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers as they are kept: scales ``[num_layers, 2, num_tokens, num_kv_heads, 1]``, and
+        values ``[..., head_size]``; K's before V's. K is its values in fp32 times its scales."""
+
     def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A layer as it is kept: scales of K and of V, ``[num_tokens, num_kv_heads, 1]``, then K and V;
-        K is its values in fp32 times its scales."""
+        """Those of a layer: scales of K and of V, then K and V."""
+        scales, values = self.blocks()
+        (k_scale, v_scale), (k, v) = scales[index], values[index]
+        return k_scale, v_scale, k, v
 
     @abstractmethod
     def tokens(self, start: int, end: int) -> NarrowLayers:

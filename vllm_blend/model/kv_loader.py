@@ -62,6 +62,17 @@ class Window:
         return k, v
 
     @property
+    def narrow(self) -> NarrowLayers | None:
+        """Its layers, if they are kept in fewer bits; KV that comes late need not be there yet."""
+        kept = getattr(self.kv.layers, "tensors", self.kv.layers)
+        return kept.tokens(self.start, self.end) if isinstance(kept, NarrowLayers) else None
+
+    def wait(self, layer: int) -> None:
+        """Waits for a layer of KV that comes late."""
+        if (wait := getattr(self.kv.layers, "wait", None)) is not None:
+            wait(layer + 1)
+
+    @property
     def in_one_block(self) -> bool:
         """Whether it is all of a chunk whose layers are one tensor: a copy a layer brings K and V."""
         layers = self.kv.layers
@@ -75,15 +86,6 @@ class Window:
     def copy(self, layer: int) -> None:
         """Launches the copies of a layer to its buffer; waits for KV that comes late."""
         place = self.places[layer % AHEAD]
-        layers = self.kv.layers
-        kept = getattr(layers, "tensors", layers)  # where KV comes late, of what is there by now
-        if isinstance(kept, NarrowLayers):
-            if kept is not layers:
-                layers.wait(layer + 1)  # type: ignore[attr-defined]
-            k_scale, v_scale, k, v = kept.tokens(self.start, self.end).parts(layer)
-            _copy_narrow(place[0], k_scale, k)
-            _copy_narrow(place[1], v_scale, v)
-            return
         k, v = self._source(layer)
         if (both := joined(k, v)) is not None:
             _copy(place, both)
@@ -109,6 +111,45 @@ def joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
     ):
         return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
     return None
+
+
+class NarrowWindows:
+    """Windows whose KV is kept in fewer bits: it is copied as it is kept, and a layer of all of them is
+    widened at once, on the stream of the copies.
+
+    Args:
+        windows: in the order of their places.
+        ring: their part of it, ``[AHEAD, 2 * num_tokens, num_kv_heads, head_size]``.
+    """
+
+    def __init__(self, windows: Sequence[Window], ring: torch.Tensor) -> None:
+        self._windows, self._ring = windows, ring
+        narrow = [window.narrow for window in windows]
+        self._kept = [layers.blocks() for layers in narrow if layers is not None]
+        scales, values = self._kept[0]
+        size = ring.shape[1:]
+        self._scales = torch.empty((*size[:2], 1), dtype=scales.dtype, device=ring.device)
+        self._values = torch.empty(size, dtype=values.dtype, device=ring.device)
+        counts = [2 * scales.shape[2] for scales, _ in self._kept]
+        self._places = [
+            (scales.unflatten(0, (2, -1)), values.unflatten(0, (2, -1)))
+            for scales, values in zip(
+                self._scales.split(counts), self._values.split(counts), strict=True
+            )
+        ]
+
+    def read(self, layer: int) -> None:
+        """Launches the copies of a layer, and what widens it in its buffer."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for window, kept, places in zip(self._windows, self._kept, self._places, strict=True):
+            window.wait(layer)
+            for place, source in zip(places, (kept[0][layer], kept[1][layer]), strict=True):
+                whole = source.is_contiguous()
+                targets += [place] if whole else place.unbind(0)
+                sources += [source] if whole else source.unbind(0)
+        _copy_all(targets, sources)
+        _widen(self._ring[layer % AHEAD], self._values, self._scales)
 
 
 class StoredLayers:
@@ -140,6 +181,7 @@ class StoredLayers:
         self._clock, self._device, self._num_layers = clock, device, num_layers
         self._windows: dict[StepRequest, list[Window]] = {}
         self._on_ring: list[Window] = []
+        self._narrow: NarrowWindows | None = None
         self._next = first_layer  # to be copied
         if not requests or not _reads_ahead(device):
             return
@@ -201,8 +243,10 @@ class StoredLayers:
         found = [(request, *window) for request in requests for window in request.windows]
         parts = [(id(span.kv.layers), lo - span.start, hi - span.start) for _, span, lo, hi in found]
         lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
+        narrow = {id(span.kv.layers): _is_narrow(span.kv) for _, span, _, _ in found}
         copied = dict.fromkeys(part for part, at in zip(parts, lies_at, strict=True) if at is None)
-        in_ring = self._places_in_ring([end - start for _, start, end in copied])
+        copied = dict.fromkeys(sorted(copied, key=lambda part: not narrow[part[0]]))  # they come first
+        ring, in_ring = self._places_in_ring([end - start for _, start, end in copied])
         place_of = dict(zip(copied, in_ring, strict=True))
         on_ring: dict[tuple[int, int, int], Window] = {}
         for (request, span, lo, hi), part, at in zip(found, parts, lies_at, strict=True):
@@ -221,17 +265,23 @@ class StoredLayers:
             self._windows.setdefault(request, []).append(window)
             if places:
                 on_ring.setdefault(part, window)
-        self._on_ring = [*on_ring.values()]
-        self._fast = [window for window in self._on_ring if window.in_one_block]
-        self._others = [window for window in self._on_ring if not window.in_one_block]
+        self._on_ring = [on_ring[part] for part in copied]
+        count = sum(narrow[part[0]] for part in copied)
+        if count:
+            num_tokens = sum(end - start for _, start, end in [*copied][:count])
+            with torch.cuda.stream(self._stream):
+                self._narrow = NarrowWindows(self._on_ring[:count], ring[:, : 2 * num_tokens])
+        wide = self._on_ring[count:]
+        self._fast = [window for window in wide if window.in_one_block]
+        self._others = [window for window in wide if not window.in_one_block]
         self._targets = [[window.places[i] for window in self._fast] for i in range(AHEAD)]
 
     def _places_in_ring(
         self, counts: Sequence[int]
-    ) -> list[tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]]:
-        """Makes the ring. Of each window with so many tokens: its ``places`` and ``addresses``."""
+    ) -> tuple[torch.Tensor, list[tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]]]:
+        """Makes the ring. It, and of each window with so many tokens ``places`` and ``addresses``."""
         if not counts:
-            return []
+            return torch.empty(0), []
         # a row of K or V is a multiple of WIDEST_LOAD where segments are used, so each place is one
         size = (AHEAD, 2 * sum(counts), *self._example.shape[1:])
         with torch.cuda.stream(self._stream):  # memory that no layer in flight still uses
@@ -244,7 +294,7 @@ class StoredLayers:
             places = part.view(AHEAD, 2, count, *ring.shape[2:]).unbind(0)
             found.append((places, buffers + np.arange(2) * count * row))
             buffers = buffers + 2 * count * row
-        return found
+        return ring, found
 
     def _has(self, layer: int) -> bool:
         """Whether a layer is there to be copied."""
@@ -267,6 +317,8 @@ class StoredLayers:
                 if self._fast:  # a call for all of them: calls are what takes the host's time
                     sources = [w.kv.layers.block[layer] for w in self._fast]  # type: ignore[attr-defined]
                     _copy_all(self._targets[layer % AHEAD], sources)
+                if self._narrow is not None:
+                    self._narrow.read(layer)
                 for window in self._others:
                     window.copy(layer)
             self._ready[layer % AHEAD].record(self._stream)
@@ -320,10 +372,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _copy_narrow(target: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies as few bytes as are kept, and widens them where they go."""
-    scale, values = (x.to(target.device, non_blocking=True) for x in (scale, values))
-    target.copy_(values.float().mul_(scale))
+def _widen(target: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """The product in fp32, rounded once."""
+    torch.mul(values.to(target.dtype), scales, out=target)
+
+
+def _is_narrow(kv: StoredKV) -> bool:
+    return isinstance(getattr(kv.layers, "tensors", kv.layers), NarrowLayers)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -75,12 +75,12 @@ class Fp8Layers(NarrowLayers):
         first = self._part[0]
         return Fp8Layers(self._memory, self._shape, self._size[0], (first + start, first + end))
 
-    def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        row, scales = self._memory[index], scale_bytes(self._size)
-        small = row[: 2 * scales].view(torch.float32).view(2, *self._size[:2], 1)
-        large = row[2 * scales :].view(DTYPE).view(2, *self._size)
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        memory, scales = self._memory, scale_bytes(self._size)
+        small = memory[:, : 2 * scales].view(torch.float32).view(-1, 2, *self._size[:2], 1)
+        large = memory[:, 2 * scales :].view(DTYPE).view(-1, 2, *self._size)
         tokens = slice(*self._part)
-        return small[0, tokens], small[1, tokens], large[0, tokens], large[1, tokens]
+        return small[:, :, tokens], large[:, :, tokens]
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keeps a layer; on a GPU it is narrowed there."""
