@@ -64,7 +64,7 @@ def attention() -> None:
             sparse_attention_rest(**args, out=out, prefix_lse=lse)
         last_keys = test_received_attention.last_keys_of(19, 999)
         for options in ({}, *test_received_attention.OPTIONS):
-            asked = test_received_attention.case(DEVICE, last_keys, torch.float16, *heads)
+            asked = test_received_attention.case(DEVICE, last_keys, torch.float16, *heads, num_layers=2)
             asked = test_received_attention.with_options(asked, **options)
             test_received_attention.check_against_the_oracle(asked)
 
