@@ -170,11 +170,11 @@ def test_the_question_is_heard_over_the_cache(
     if kv_cache_dtype == "fp8":
         query = quantize_oracle(query, layer._q_scale)
     rows = torch.tensor([5, 0, 0])
-    impl.receive(layer, query, rows, TABLE[0], torch.tensor([9, 3, -1]), torch.zeros(NUM_TOKENS))
+    received = impl.receive([impl.asked(layer, query, rows, TABLE)] * 2)  # two layers, alike
+    received.add_to(torch.zeros(NUM_TOKENS), slice(0, 3), 0, torch.tensor([9, 3, -1]))
     (call,) = heard
-    assert torch.equal(call.pop("query").float(), query.float()[rows])
-    scales = {}
-    if kv_cache_dtype == "fp8":
-        scales = dict(q_scale=layer._q_scale, k_scale=layer._k_scale)
-    expected = dict(scale=impl.scale, sliding_window=0, softcap=0.0, sinks=None)
-    assert call == expected | scales
+    assert torch.equal(call.pop("query").float(), query.float()[rows].expand(2, -1, -1, -1))
+    for name, scale in dict(q_scale=layer._q_scale, k_scale=layer._k_scale).items():
+        if kv_cache_dtype == "fp8":
+            assert torch.equal(call.pop(name), scale.reshape(1, -1).expand(2, -1))
+    assert call == dict(scale=impl.scale, sliding_window=0, softcap=0.0)
