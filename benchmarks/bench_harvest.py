@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from harness import hardware, print_table
+from timeline import timeline
 
 OUTPUT_TOKENS = 16
 PLAIN_TOKENS = 20
@@ -90,8 +91,6 @@ def run(llm: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     choose = random.Random(0)
     for kept in (False, True, True):  # kernels that are compiled at first use
         seconds(llm, [prompt(choose, options) for _ in range(max(options.at_once) // 4 + 1)], kept)
-    from timeline import timeline
-
     results = []
     for at_once in options.at_once:
         times: dict[bool, list[float]] = {False: [], True: []}

@@ -30,7 +30,7 @@ from vllm_blend.compat.cuda import flash_attention_3
 from vllm_blend.ops import library
 from vllm_blend.ops.deviation import deviation
 from vllm_blend.ops.received_attention import received_attention
-from vllm_blend.ops.received_attention_kernel import MAX_QUERIES
+from vllm_blend.ops.received_attention_tiles import MAX_QUERIES
 from vllm_blend.ops.segment_scatter import SegmentTables, segment_scatter
 from vllm_blend.ops.shift_scatter import shift_scatter
 from vllm_blend.ops.sparse_attention import sparse_attention, sparse_attention_rest

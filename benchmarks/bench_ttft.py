@@ -113,12 +113,7 @@ def main() -> None:
             num_rows: dict[str, int] = {}
             for name, settings in blends.items():
                 methods[name] = partial(
-                    load_and_blend,
-                    blender,
-                    prompt,
-                    files,
-                    settings,
-                    partial(num_rows.__setitem__, name),
+                    load_and_blend, blender, prompt, files, settings, num_rows, name
                 )
             times = measure(methods, options.repeat, f"{len(prompt.token_ids)} tokens")
             stock = median(times["stock"])
@@ -165,11 +160,12 @@ def load_and_blend(
     prompt: BlendPrompt,
     files: list[pathlib.Path],
     settings: BlendSettings,
-    count: Callable[[int], None],
+    num_rows: dict[str, int],
+    name: str,
 ) -> None:
-    """``count`` gets the number of rows that were computed."""
+    """``num_rows[name]`` becomes the number of rows that were computed."""
     blender.generate(load(prompt, files), PARAMS, settings=settings)
-    count(len(blender.model.cache_fuse_metadata["imp_indices"]))
+    num_rows[name] = len(blender.model.cache_fuse_metadata["imp_indices"])
 
 
 def save(prompt: BlendPrompt, folder: pathlib.Path) -> list[pathlib.Path]:

@@ -170,7 +170,7 @@ def test_the_question_is_heard_over_the_cache(
     if kv_cache_dtype == "fp8":
         query = quantize_oracle(query, layer._q_scale)
     rows = torch.tensor([5, 0, 0])
-    received = impl.receive([impl.asked(layer, query, rows, TABLE)] * 2)  # two layers, alike
+    received = paged.Received([impl.asked(layer, query, rows, TABLE)] * 2)  # two layers, alike
     received.add_to(torch.zeros(NUM_TOKENS), slice(0, 3), 0, torch.tensor([9, 3, -1]))
     (call,) = heard
     assert torch.equal(call.pop("query").float(), query.float()[rows].expand(2, -1, -1, -1))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from vllm_blend.core.layers import widen
 from vllm_blend.model import kv_loader
 
 
@@ -88,8 +89,7 @@ class Device:
         patch.setattr(kv_loader, "_reads_ahead", lambda device: True)
         patch.setattr(kv_loader, "_copy", self._copy)
         patch.setattr(kv_loader, "_copy_all", self._copy_all)
-        self._stock_widen = kv_loader._widen
-        patch.setattr(kv_loader, "_widen", self._widen)
+        patch.setattr(kv_loader, "widen", self._widen)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -108,10 +108,10 @@ class Device:
         for target, source in zip(targets, sources, strict=True):
             self._copy(target, source)
 
-    def _widen(self, target: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    def _widen(self, values: torch.Tensor, scales: torch.Tensor, target: torch.Tensor) -> None:
         assert self.current is self.copies
         self.widened.append(target)
-        self.current.launch(lambda: self._stock_widen(target, values, scales))
+        self.current.launch(lambda: widen(values, scales, target))
 
     def go_on(self, stream: Stream) -> None:
         """Called when something is launched on ``stream``."""

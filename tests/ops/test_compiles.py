@@ -61,6 +61,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Compiler]]:
         pytest.skip("Triton is the interpreter here")
     from vllm_blend.ops import (
         received_attention_kernel,
+        received_attention_tiles,
         segment_scatter,
         shift_scatter,
         sparse_attention_kernel,
@@ -79,7 +80,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Compiler]]:
         monkeypatch.setattr(module, name, found[name])
     for module in (segment_scatter, shift_scatter):
         monkeypatch.setattr(module, "use_triton", lambda tensor: True)
-    monkeypatch.setattr(received_attention_kernel, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(received_attention_tiles, "num_multiprocessors", lambda device: 132)
     yield found
 
 

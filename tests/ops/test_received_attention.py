@@ -39,11 +39,12 @@ def case(
         )
         key_cache[others] = float("nan")
         key_caches.append(key_cache)
-    # the kernel gets queries as slices of those of several requests
-    size = (num_layers, len(last_keys) + 2, num_heads, head_size)
+    # slices of what several requests ask, and of qkv
+    size = (num_layers, len(last_keys) + 2, (num_heads + 2) * head_size)
     last = torch.tensor(last_keys, dtype=torch.int32 if heads_first else torch.int64, device=device)
-    query = torch.randn(size, device=device).to(dtype)[:, 1:-1]
-    query[:, last < 0] = float("nan")
+    qkv = torch.randn(size, device=device).to(dtype)[:, 1:-1]
+    qkv[:, last < 0] = float("nan")
+    query = qkv[..., : num_heads * head_size].unflatten(-1, (num_heads, head_size))
     # twice the usual scale: some keys receive much more than others
     return dict(
         query=query,

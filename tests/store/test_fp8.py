@@ -24,7 +24,7 @@ from vllm_blend.core.step import StepRequest
 from vllm_blend.model import kv_loader
 from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.store import ChunkStore, DiskTier, ModelKey
-from vllm_blend.store.fp8 import Fp8Layers, narrow, widen
+from vllm_blend.store.fp8 import Fp8Layers, narrow
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.record import Layout, Record, layers_in
 from vllm_blend.store.streaming_layers import StreamingKV, StreamingLayers
@@ -37,7 +37,7 @@ def kept(kv: StoredKV) -> StoredKV:
     layers = []
     for k, v in kv.layers:
         k_scale, v_scale, k8, v8 = narrow(k, v)
-        layers.append((widen(k_scale, k8, k.dtype), widen(v_scale, v8, v.dtype)))
+        layers.append(((k8.float() * k_scale).to(k.dtype), (v8.float() * v_scale).to(v.dtype)))
     return StoredKV(tuple(layers))
 
 

@@ -93,7 +93,6 @@ class PagedFuse(BlendAttention):
     scale: float
     kv_cache_dtype: str
     fuses_segments = True
-    receive = Received
 
     def fuse(self, layer: Any, kv_cache: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
         if fusion.old_kv is None:
@@ -147,7 +146,7 @@ class PagedFuse(BlendAttention):
         )
 
     def asked(self, layer: Any, query: torch.Tensor, rows: torch.Tensor, table: torch.Tensor) -> Asked:
-        """Some queries of a layer, for ``receive``.
+        """Some queries of a layer, for ``Received``.
 
         Args:
             query: ``[num_rows, num_heads, head_size]``.

@@ -50,6 +50,11 @@ class BlockLayers(LazyLayers):
         return BlockLayers(self.block[:, :, start:end])
 
 
+def widen(values: torch.Tensor, scales: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Writes what is kept in fewer bits to ``target``: the product in fp32, rounded once."""
+    return torch.mul(values.to(target.dtype), scales, out=target)
+
+
 class NarrowLayers(LazyLayers):
     """Layers that are kept in fewer bits than the model computes in; ``layers[i]`` is widened at every
     call, where it lies."""

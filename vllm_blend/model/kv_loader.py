@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_blend.core.kv import WIDEST_LOAD, StoredKV, concat_kv
-from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers
+from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers, widen
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
 
@@ -60,12 +60,6 @@ class Window:
         """Its K and V on the GPU, ``[num_tokens, num_kv_heads, head_size]``; not copied."""
         k, v = self.places[layer % AHEAD] if self.places else self._source(layer)
         return k, v
-
-    @property
-    def narrow(self) -> NarrowLayers | None:
-        """Its layers, if they are kept in fewer bits; KV that comes late need not be there yet."""
-        kept = getattr(self.kv.layers, "tensors", self.kv.layers)
-        return kept.tokens(self.start, self.end) if isinstance(kept, NarrowLayers) else None
 
     def wait(self, layer: int) -> None:
         """Waits for a layer of KV that comes late."""
@@ -124,8 +118,11 @@ class NarrowWindows:
 
     def __init__(self, windows: Sequence[Window], ring: torch.Tensor) -> None:
         self._windows, self._ring = windows, ring
-        narrow = [window.narrow for window in windows]
-        self._kept = [layers.blocks() for layers in narrow if layers is not None]
+        self._kept = []
+        for window in windows:
+            layers = _narrow(window.kv)
+            assert layers is not None
+            self._kept.append(layers.tokens(window.start, window.end).blocks())
         scales, values = self._kept[0]
         size = ring.shape[1:]
         self._scales = torch.empty((*size[:2], 1), dtype=scales.dtype, device=ring.device)
@@ -149,7 +146,7 @@ class NarrowWindows:
                 targets += [place] if whole else place.unbind(0)
                 sources += [source] if whole else source.unbind(0)
         _copy_all(targets, sources)
-        _widen(self._ring[layer % AHEAD], self._values, self._scales)
+        widen(self._values, self._scales, self._ring[layer % AHEAD])
 
 
 class StoredLayers:
@@ -243,7 +240,7 @@ class StoredLayers:
         found = [(request, *window) for request in requests for window in request.windows]
         parts = [(id(span.kv.layers), lo - span.start, hi - span.start) for _, span, lo, hi in found]
         lies_at = [span.kv.addresses(lo - span.start) for _, span, lo, _ in found]
-        narrow = {id(span.kv.layers): _is_narrow(span.kv) for _, span, _, _ in found}
+        narrow = {id(span.kv.layers): _narrow(span.kv) is not None for _, span, _, _ in found}
         copied = dict.fromkeys(part for part, at in zip(parts, lies_at, strict=True) if at is None)
         copied = dict.fromkeys(sorted(copied, key=lambda part: not narrow[part[0]]))  # they come first
         ring, in_ring = self._places_in_ring([end - start for _, start, end in copied])
@@ -372,13 +369,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _widen(target: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """The product in fp32, rounded once."""
-    torch.mul(values.to(target.dtype), scales, out=target)
-
-
-def _is_narrow(kv: StoredKV) -> bool:
-    return isinstance(getattr(kv.layers, "tensors", kv.layers), NarrowLayers)
+def _narrow(kv: StoredKV) -> NarrowLayers | None:
+    """Its layers, if they are kept in fewer bits; KV that comes late need not be there yet."""
+    kept = getattr(kv.layers, "tensors", kv.layers)
+    return kept if isinstance(kept, NarrowLayers) else None
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -55,7 +55,6 @@ class Questions:
     def __init__(self, frame: ActiveRows, requests: Sequence[StepRequest], layers: range) -> None:
         self._frame, self._layers = frame, layers
         self._asked: list[QuestionRows] = []
-        self._impl: Any = None
         self._of_layers: list[Any] = []
         ends = [*accumulate(request.num_rows - request.num_chunk_rows for request in requests)]
         places = [_places(request, end) for request, end in zip(requests, ends, strict=True)]
@@ -85,9 +84,8 @@ class Questions:
         self, impl: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, stored_k: Any
     ) -> None:
         query = query.view(len(query), -1, impl.head_size)
-        if hasattr(impl, "receive"):  # over the paged cache, all layers at the end
+        if hasattr(impl, "asked"):  # over the paged cache, all layers at the end
             table = self._frame.stock_metadata(layer).block_table
-            self._impl = impl
             self._of_layers.append(impl.asked(layer, query, self._rows, table))
             return
         softcap, sinks = getattr(impl, "logits_soft_cap", None) or 0.0, getattr(impl, "sinks", None)
@@ -121,7 +119,9 @@ class Questions:
     def received(self) -> dict[StepRequest, torch.Tensor]:
         """What the chunk rows of each request got of this rank's heads, ``[num_chunk_rows]``."""
         if self._of_layers:
-            of_layers, self._of_layers = self._impl.receive(self._of_layers), []
+            from vllm_blend.attention.paged import Received  # needs Triton
+
+            of_layers, self._of_layers = Received(self._of_layers), []
             for number, asked in enumerate(self._asked):
                 queries = slice(number * MAX_ASKED, (number + 1) * MAX_ASKED)
                 of_layers.add_to(asked.total, queries, asked.index, asked.last_keys)

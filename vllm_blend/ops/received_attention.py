@@ -8,7 +8,8 @@ import torch
 
 from vllm_blend.ops.fp8 import FP8, cache_types, check_scales, widen_oracle
 from vllm_blend.ops.library import FLOATS, INTS, check, check_inner_stride, register, use_triton
-from vllm_blend.ops.received_attention_kernel import MAX_QUERIES, launch
+from vllm_blend.ops.received_attention_kernel import launch
+from vllm_blend.ops.received_attention_tiles import MAX_QUERIES
 from vllm_blend.ops.sparse_attention import check_logits, check_window, weights_oracle
 
 

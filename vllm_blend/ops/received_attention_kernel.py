@@ -1,4 +1,4 @@
-"""The Triton kernels of ``received_attention``, their tiles and launch."""
+"""The Triton kernels of ``received_attention``, and their launch."""
 
 # Triton kernels carry no types of Python's:
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_blend.ops.fp8 import TRITON_TYPES, scale_stride
-from vllm_blend.ops.library import INTERPRETED
 from vllm_blend.ops.paged_products import dot_keys, logit_scales, scale_logits, widen_query
-from vllm_blend.ops.sparse_attention_tiles import Tiles
-
-MAX_QUERIES = 32
-"""Queries of a call: each program looks through all of ``last_keys`` for the number of keys."""
+from vllm_blend.ops.received_attention_tiles import MAX_QUERIES, choose_splits, choose_tiles
 
 SUM_KEYS = 256
 """Keys of a program of the last kernel."""
@@ -39,15 +35,12 @@ def _seen_keys(last_keys, num_queries, MAX_QUERIES: tl.constexpr, WINDOW: tl.con
 @triton.jit
 def _place(part, num_tiles, NUM_KV_HEADS: tl.constexpr):
     """The layer, KV head and tile of a part."""
-    return (
-        part // (NUM_KV_HEADS * num_tiles),
-        part // num_tiles % NUM_KV_HEADS,
-        part % num_tiles,
-    )
+    return part // (NUM_KV_HEADS * num_tiles), part // num_tiles % NUM_KV_HEADS, part % num_tiles
 
 
 @triton.jit
 def _cache_of(key_caches, layer, CACHE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a layer's cache begins."""
     cache = tl.load(key_caches + layer).to(tl.pointer_type(CACHE), bitcast=False)
     if ALIGNED:
         cache = tl.multiple_of(cache, 16)
@@ -119,9 +112,7 @@ def _scores(
 # what changes from call to call is not compiled in
 @triton.jit(
     do_not_specialize=["num_queries", "num_tiles"],
-    do_not_specialize_on_alignment=[
-        *("key_caches", "block_table", "last_keys", "q_scale", "k_scale"),
-    ],
+    do_not_specialize_on_alignment=["key_caches", "block_table", "last_keys", "q_scale", "k_scale"],
 )
 def _lse_kernel(
     query,  # [num_layers, num_queries, num_heads, head_size]
@@ -201,9 +192,7 @@ def _lse_kernel(
 
 @triton.jit(
     do_not_specialize=["num_queries", "num_tiles", "max_num_keys"],
-    do_not_specialize_on_alignment=[
-        *("key_caches", "block_table", "last_keys", "q_scale", "k_scale"),
-    ],
+    do_not_specialize_on_alignment=["key_caches", "block_table", "last_keys", "q_scale", "k_scale"],
 )
 def _received_kernel(
     query,  # [num_layers, num_queries, num_heads, head_size]
@@ -321,32 +310,6 @@ def _sum_kernel(
         total += tl.sum(tl.load(received + at, mask=mask, other=0.0), axis=0)
     before = tl.load(scores + n, mask=seen, other=0.0)
     tl.store(scores + n, before + total, mask=seen)
-
-
-def choose_tiles(query: torch.Tensor, group: int) -> Tiles:
-    """Tiles for this launch, where a KV head has ``group`` query heads.
-
-    They do not depend on the number of queries: that would compile the kernels for each.
-    """
-    block_m = triton.next_power_of_2(MAX_QUERIES * group)
-    if INTERPRETED:
-        return Tiles(block_m=min(64, block_m), block_n=32, num_warps=4, num_stages=1)
-    if query.element_size() == 4 or query.shape[2] > 128:
-        return Tiles(block_m=min(64, block_m), block_n=32, num_warps=4, num_stages=2)
-    return Tiles(block_m=min(128, block_m), block_n=64, num_warps=4, num_stages=3)
-
-
-def choose_splits(device: torch.device, num_parts: int) -> int:
-    """Programs of a part, a power of two: so many that two programs share a multiprocessor."""
-    if INTERPRETED:
-        return 2
-    num_programs = 2 * num_multiprocessors(device)
-    return 1 << min(6, max(1, num_programs // num_parts).bit_length() - 1)
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_blend.core.kv import KVShape
-from vllm_blend.core.layers import LayerKV, NarrowLayers
+from vllm_blend.core.layers import LayerKV, NarrowLayers, widen
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -23,11 +23,6 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = tensor.float()
     scale = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
     return scale, (wide / scale).clamp_(-LARGEST, LARGEST).to(DTYPE)
-
-
-def widen(scale: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """K or V in the type that the model computes in."""
-    return values.float().mul_(scale).to(dtype)
 
 
 class Fp8Layers(NarrowLayers):
@@ -55,8 +50,8 @@ class Fp8Layers(NarrowLayers):
 
     def layer(self, index: int) -> LayerKV:
         k_scale, v_scale, k, v = self.parts(index)
-        dtype = self._shape.dtype
-        return widen(k_scale, k, dtype), widen(v_scale, v, dtype)
+        wide_k, wide_v = torch.empty((2, *k.shape), dtype=self._shape.dtype, device=k.device)
+        return widen(k, k_scale, wide_k), widen(v, v_scale, wide_v)
 
     @property
     def described(self) -> Sequence[LayerKV]:

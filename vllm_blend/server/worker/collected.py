@@ -27,7 +27,6 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._launched: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
-        self._is_read = True
 
     def launch(
         self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -54,15 +53,13 @@ class HostCopies:
         it."""
         done = torch.cuda.Event(blocking=True)
         done.record(self._stream)
-        self._is_read = False
         return done
 
     def join(self) -> None:
         """Lets what is launched from now on read what the copies wrote."""
-        if not self._is_read:
+        if self._launched:  # compute has waited for others, or they are done
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._launched.clear()
-            self._is_read = True
 
     def release(self) -> None:
         """Lets go of rows that are copied; does not wait."""
