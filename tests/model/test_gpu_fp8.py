@@ -50,7 +50,8 @@ class Plain:
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return dict(dtype="bfloat16", max_num_seqs=16, enforce_eager=request.param == "eager")
+    settings: dict[str, Any] = dict(dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=0.3)
+    return settings | dict(enforce_eager=request.param == "eager")
 
 
 @pytest.fixture(scope="module")
