@@ -89,7 +89,7 @@ class Device:
         patch.setattr(kv_loader, "_reads_ahead", lambda device: True)
         patch.setattr(kv_loader, "_copy", self._copy)
         patch.setattr(kv_loader, "_copy_all", self._copy_all)
-        patch.setattr(kv_loader, "widen", self._widen)
+        patch.setattr(kv_loader, "_widen", self._widen)
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:

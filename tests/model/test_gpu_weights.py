@@ -1,7 +1,7 @@
 """Quantized weights on a GPU (FLASH_ATTN): the identities, within what their kernels round.
 
-Where inputs are in eight bits too, a last bit may change one by a whole step. So numbers bound
-float16; bfloat16, whose last bits are eight times as large, full prefill's distance to itself.
+Where inputs are in eight bits too, a last bit may change one by a whole step. So what is allowed is
+measured: how far full prefill is from itself where other last bits of K and V go to the cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from test_quantized import QUESTION, distances_to_full_prefill, first_logits, la
 pytestmark = pytest.mark.gpu
 
 RATIOS = (0.0, 0.16, 1.0)
+NEAR = 1.3
+"""Times full prefill's distance to itself: one blend may be as far, only their mean is not."""
 SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
 """Multiples of 64 and 128, which the kernels for four bits want."""
 
@@ -34,9 +36,6 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-in_float16 = pytest.mark.parametrize("dtype", ["float16"], indirect=True, scope="module")
-
-
 @pytest.fixture(scope="module", params=FORMATS)
 def weights(
     request: pytest.FixtureRequest, dtype: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
@@ -46,6 +45,14 @@ def weights(
     quantized = FORMATS[request.param](folder, tmp_path_factory.mktemp("quantized"))
     with make_engine(quantized, dtype=dtype, gpu_memory_utilization=0.3) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def distances(weights: Engine) -> tuple[float, float]:
+    """Of blends with exact KV to full prefill, and of full prefill to itself; each in the mean."""
+    blended, to_itself = map(mean, distances_to_full_prefill(weights))
+    print(f"exact KV {blended:.4f}, full prefill to itself {to_itself:.4f}")
+    return blended, to_itself
 
 
 def error(engine: Engine, kvs: list[list[torch.Tensor]], ratio: float, policy: str) -> float:
@@ -60,28 +67,31 @@ def collected(engine: Engine) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.covers("weights: {weights}", backend="FLASH_ATTN", family="llama")
-@in_float16
 @pytest.mark.parametrize("policy", ["random", "ahead", "hkvd"])
-def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy: str) -> None:
+def test_exact_kv_with_quantized_weights_is_full_prefill(
+    weights: Engine, distances: tuple[float, float], policy: str
+) -> None:
     exact = collected(weights)
     errors = [error(weights, exact, ratio, policy) for ratio in RATIOS]
     print(f"{policy}: {errors}")
-    assert max(errors) < 0.04  # as on a CPU
+    assert max(errors) < NEAR * distances[1]
 
 
-def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(weights: Engine) -> None:
-    blended, to_itself = distances_to_full_prefill(weights)
-    print(f"exact KV {mean(blended):.4f}, full prefill to itself {mean(to_itself):.4f}")
-    assert mean(blended) < mean(to_itself)
+def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(distances: tuple[float, float]) -> None:
+    blended, to_itself = distances
+    assert blended < to_itself
 
 
-def test_wrong_kv_with_quantized_weights_is_not(weights: Engine) -> None:
+def test_wrong_kv_with_quantized_weights_is_not(
+    weights: Engine, distances: tuple[float, float]
+) -> None:
     wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in collected(weights)]
-    assert error(weights, wrong, 0.0, "random") > 0.1
+    assert error(weights, wrong, 0.0, "random") > max(0.1, NEAR * distances[1])
 
 
-@in_float16
-def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine) -> None:
+def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine, distances: tuple[float, float]) -> None:
     torch.manual_seed(0)
     noise = [[torch.randn_like(t) for t in layer] for layer in collected(weights)]
-    assert error(weights, noise, 1.0, "random") < 0.02
+    found = error(weights, noise, 1.0, "random")
+    print(f"any KV: {found}")
+    assert found < NEAR * distances[1]

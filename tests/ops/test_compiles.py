@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 HOPPER, HALF = 90, torch.bfloat16
 POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
@@ -65,6 +66,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Compiler]]:
         segment_scatter,
         shift_scatter,
         sparse_attention_kernel,
+        widen,
     )
 
     found = {}
@@ -75,6 +77,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Compiler]]:
         (received_attention_kernel, "_sum_kernel"),
         (segment_scatter, "segment_scatter_kernel"),
         (shift_scatter, "_shift_scatter_kernel"),
+        (widen, "_widen_kernel"),
     ):
         found[name] = Compiler(getattr(module, name))
         monkeypatch.setattr(module, name, found[name])
@@ -87,7 +90,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Compiler]]:
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 def test_every_kernel_is_machine_code_for_hopper(compilers: dict[str, Compiler], is_fp8: bool) -> None:
     from vllm_blend.ops import received_attention_kernel as received
-    from vllm_blend.ops import segment_scatter, shift_scatter
+    from vllm_blend.ops import segment_scatter, shift_scatter, widen
     from vllm_blend.ops import sparse_attention_kernel as sparse
     from vllm_blend.ops import sparse_attention_tiles as tiling
 
@@ -116,6 +119,7 @@ def test_every_kernel_is_machine_code_for_hopper(compilers: dict[str, Compiler],
     for neox in (True, False):
         shift_scatter.launch(k, k, at, slots, angles, cache, cache, neox, **stored)
         segment_scatter.launch(*addresses, angles, cache, cache, neox, 132, HALF, **stored)
+    widen.launch(torch.empty(k.shape, dtype=FP8), torch.empty(rows, kv_heads, 1), k)
     counts = {name: len(compiler.compiled) for name, compiler in compilers.items()}
     assert counts.pop("_sparse_attention_kernel") == 3
     assert counts.pop("_shift_scatter_kernel") == counts.pop("segment_scatter_kernel") == 2
@@ -123,4 +127,6 @@ def test_every_kernel_is_machine_code_for_hopper(compilers: dict[str, Compiler],
     for name, compiler in compilers.items():
         for binary in compiler.compiled:
             assert binary.asm["cubin"]
-            assert ("e4m3x2" in binary.asm["ptx"]) == (is_fp8 and name != "_sum_kernel")
+            assert ("e4m3x2" in binary.asm["ptx"]) == (
+                is_fp8 and name not in ("_sum_kernel", "_widen_kernel")
+            )

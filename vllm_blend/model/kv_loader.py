@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_blend.core.kv import WIDEST_LOAD, StoredKV, concat_kv
-from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers, widen
+from vllm_blend.core.layers import BlockLayers, LayerKV, NarrowLayers
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, StepRequest
 
@@ -146,7 +146,7 @@ class NarrowWindows:
                 targets += [place] if whole else place.unbind(0)
                 sources += [source] if whole else source.unbind(0)
         _copy_all(targets, sources)
-        widen(self._values, self._scales, self._ring[layer % AHEAD])
+        _widen(self._values, self._scales, self._ring[layer % AHEAD])
 
 
 class StoredLayers:
@@ -367,6 +367,12 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
+
+
+def _widen(values: torch.Tensor, scales: torch.Tensor, target: torch.Tensor) -> None:
+    from vllm_blend.ops.widen import widen  # needs Triton
+
+    widen(values, scales, target)
 
 
 def _narrow(kv: StoredKV) -> NarrowLayers | None:

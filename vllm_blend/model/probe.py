@@ -182,13 +182,18 @@ class Probing:
 
     def warm_up(self) -> None:
         """Prefills a prompt whose KV is kept, then one that reuses it and asks its question, then one
-        that is kept in host memory: kernels are compiled, and copies set up, at their first use, and
-        no request shall wait for that."""
+        that is kept in host memory; and widens a chunk's KV from eight bits. Kernels are compiled, and
+        copies set up, at their first use, and no request shall wait for that."""
+        from vllm_blend.ops.fp8 import FP8
+        from vllm_blend.ops.widen import widen  # both need Triton
+
         plan = CollectPlan(num_prompt_tokens=self._num_tokens)
         self._run(plan)
         self._blend(plan.kv, BlendSettings())
         self._run(CollectPlan(num_prompt_tokens=self._num_tokens, key=WARM_UP_KEY))
         self._blending.chunks.drop([WARM_UP_KEY])
+        k, _ = plan.kv[0]
+        widen(torch.zeros_like(k, dtype=FP8), k.new_zeros((*k.shape[:2], 1), dtype=torch.float32), k)
 
     def _stored(self, collected: Sequence[LayerKV]) -> list[LayerKV]:
         """Collected KV without its positions."""
