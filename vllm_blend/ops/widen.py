@@ -70,9 +70,8 @@ def _widen_kernel(
 ):
     """A row is a token's head. Grid: ``(ceil(num_rows / ROWS),)``.
 
-    Bytes are widened by hand, since GPUs before compute capability 8.9 have no such type: a sign, four
-    bits of exponent and three of mantissa stand where those of an fp32 do, whose exponent counts from
-    120 less.
+    Bytes are widened by hand, since GPUs before compute capability 8.9 have no such type: their sign,
+    exponent and mantissa are put where those of an fp32 stand, whose exponent counts from 120 less.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_D)
@@ -83,7 +82,7 @@ def _widen_kernel(
     place = row[:, None] * HEAD_SIZE + at[None, :]
     bits = tl.load(values + place, is_there, other=0).to(tl.int32)
     scale = tl.load(scales + row, is_row, other=0.0)[:, None]
-    size = ((bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    size = tl.where((bits & 127) == 127, float("nan"), size)
-    x = tl.where((bits & 128) != 0, -size, size) * scale
+    x = ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True)
+    x = x * 1.329227995784916e36 * scale  # 2^120
+    x = tl.where((bits & 127) == 127, float("nan"), x)
     tl.store(target + place, x.to(target.dtype.element_ty), is_there)
