@@ -379,7 +379,8 @@ def test_stored_kv_may_lie_anywhere(
             rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens), copies)
             _, places = rows.copied(0, kv.num_tokens)
             for index, layer in enumerate(kv.layers):
-                copies.launch(index, torch.stack(layer), zip(places[index], layer, strict=True))
+                both = torch.stack(layer)
+                copies.launch(index, both, [(places[index], both)])
             copies.end().synchronize()
             return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)

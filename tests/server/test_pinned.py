@@ -43,7 +43,7 @@ def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
                 part = both[:, first : first + 7]
                 found = rows.copied(first, part.shape[1])
                 assert found is not None and found[0] is copies
-                parts += zip(found[1][index], part, strict=True)
+                parts.append((found[1][index], part))
             copies.launch(index, both, parts)
     if copies is not None:
         copies.end().synchronize()

@@ -166,7 +166,8 @@ class Copies(Protocol):
         """Copies parts of ``rows``, which are all that the step collects of this layer.
 
         Args:
-            parts: each one's place, and the part.
+            parts: each one's place, and the part: K and V, ``[2, num_tokens, num_kv_heads,
+                head_size]``.
         """
         ...
 

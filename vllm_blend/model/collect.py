@@ -94,7 +94,7 @@ class Collecting:
         self._rows = torch.arange(num_rows, device=self._device)
         self._angles: dict[int, torch.Tensor] = {}
         self._slices: list[slice] = []
-        self._places: list[tuple[torch.Tensor, ...]] = []
+        self._places: list[tuple[torch.Tensor, ...]] = []  # of each layer
 
     def _copied(self, part: Part) -> bool:
         """Whether this part is copied beside the compute; then its places are found here, for all
@@ -105,7 +105,7 @@ class Collecting:
             return False
         self._copies, places = into
         self._slices.append(slice(first, end))
-        self._places += [places[:, kind].unbind() for kind in range(2)]
+        self._places.append(places.unbind())
         return True
 
     def layer(self, layer: int, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class Collecting:
             both = self._unrotated(rotation, key, value)
             key, value = both
             if self._copies is not None:
-                rows = [kind[part] for part in self._slices for kind in (key, value)]
+                rows = [both[:, part] for part in self._slices]
                 places = [of_layers[layer] for of_layers in self._places]
                 self._copies.launch(layer, both, zip(places, rows, strict=True))
         for plan, start, first, end in self._parts:

@@ -15,6 +15,7 @@ import torch
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import BlockLayers
 from vllm_blend.core.static_scores import apart
+from vllm_blend.server.worker.strided_copy import copy_both
 
 
 class HostCopies:
@@ -26,27 +27,31 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._launched: deque[tuple[int, torch.Tensor, torch.cuda.Event]] = deque()
+        self._launched: deque[tuple[int, torch.cuda.Event, list[torch.Tensor]]] = deque()
 
     def launch(
         self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Copies parts of a layer's rows, which nothing else may change; once a layer, since the host's
-        time counts.
+        """Copies parts of a layer's rows, which nothing else may change.
+
+        Few calls, since a stream takes no more than some thousand copies that are not made: then the
+        host waits for the GPU, and with it whoever else wants something of the engine.
 
         Args:
             rows: the memory that all parts are in.
-            parts: each one's place on the host, and the part.
+            parts: each one's place on the host, and the part, both ``[2, ...]``.
         """
         compute = torch.cuda.current_stream(self._stream.device)
         while self._launched and self._launched[0][0] not in (layer, layer - 1):
-            compute.wait_event(self._launched.popleft()[2])
+            compute.wait_event(self._launched.popleft()[1])
         self._stream.wait_stream(compute)
+        held = [rows]
         with torch.cuda.stream(self._stream):
             for place, part in parts:
-                place.copy_(part, non_blocking=True)
+                copy_both(place, part, self._stream)
+                held.append(place)
         # held until compute has waited for the copies: then their memory may be used again
-        self._launched.append((layer, rows, self._stream.record_event()))
+        self._launched.append((layer, self._stream.record_event(), held))
 
     def end(self) -> torch.cuda.Event:
         """To be called once a chunk's copies are launched: what a host thread waits for that reads
@@ -63,7 +68,7 @@ class HostCopies:
 
     def release(self) -> None:
         """Lets go of rows that are copied; does not wait."""
-        while self._launched and self._launched[0][2].query():
+        while self._launched and self._launched[0][1].query():
             self._launched.popleft()
 
 

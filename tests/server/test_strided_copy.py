@@ -1,0 +1,77 @@
+"""Two runs of a GPU's memory that are copied at once; on a CPU with a stand-in for CUDA's runtime."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_blend.server.worker import strided_copy
+from vllm_blend.server.worker.strided_copy import copy_both
+
+
+class Error(Enum):
+    cudaSuccess = 0
+    cudaErrorInvalidValue = 1
+
+
+class Runtime:
+    """Copies in the host's memory, row by row."""
+
+    cudaError_t = Error
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDeviceToHost="to the host")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def cudaMemcpy2DAsync(
+        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, *rest: Any
+    ) -> tuple[Error]:
+        assert rest == ("to the host", 77)
+        self.calls += 1
+        if width > min(pitch, to_pitch):
+            return (Error.cudaErrorInvalidValue,)
+        for row in range(height):
+            ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
+        return (Error.cudaSuccess,)
+
+
+@pytest.fixture(params=["cpu", "without", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A device, a stream, and the stand-in."""
+    if request.param == "cuda":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield torch.device("cuda"), stream, None
+        return
+    runtime = Runtime() if request.param == "cpu" else None
+    monkeypatch.setattr(strided_copy, "_runtime", lambda: runtime)
+    yield torch.device("cpu"), SimpleNamespace(cuda_stream=77), runtime
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("count", [1, 5, 17])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_part_goes_to_its_place(place: Any, first: int, count: int, dtype: torch.dtype) -> None:
+    device, stream, runtime = place
+    source = torch.randn(2, 40, 3, 10, device=device).to(dtype)
+    target = torch.full((4, 2, 20, 3, 10), -1.0, dtype=dtype, pin_memory=device.type == "cuda")
+    expected = target.clone()
+    expected[1, :, first : first + count] = source[:, 7 : 7 + count].cpu()
+    copy_both(target[1, :, first : first + count], source[:, 7 : 7 + count], stream)
+    if device.type == "cuda":
+        stream.synchronize()
+    assert torch.equal(target, expected)
+    assert runtime is None or runtime.calls == 1
+
+
+def test_an_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strided_copy, "_runtime", Runtime)
+    both = torch.zeros(2, 5, 3)
+    with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync: cudaErrorInvalidValue"):
+        copy_both(both[:1].expand(2, 5, 3), both, SimpleNamespace(cuda_stream=77))  # type: ignore[arg-type]
