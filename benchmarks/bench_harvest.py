@@ -4,8 +4,9 @@
     python benchmarks/bench_harvest.py --shape tiny --dtype float32 --chunk-tokens 30 40    # a CPU
 
 Prompts of random tokens, never seen before, so that nothing is reused: the price that cold traffic
-pays. ``--at-once`` prompts are sent together, in turns without and with chunks. Shown are medians of
-the rounds, and seconds of the process's CPU a prompt; the last line is one JSON object.
+pays. ``--at-once`` prompts are sent together, in turns without and with chunks, of the same lengths.
+Shown are medians of the rounds, and seconds of the process's CPU a prompt; the last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -90,14 +91,15 @@ def run(llm: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds of a round without and with chunks, for each number of prompts."""
     choose = random.Random(0)
     for kept in (False, True, True):  # kernels that are compiled at first use
-        seconds(llm, [prompt(choose, options) for _ in range(max(options.at_once) // 4 + 1)], kept)
+        seconds(llm, prompts_of(choose, sizes_of(choose, max(options.at_once) // 4 + 1, options)), kept)
     results = []
     for at_once in options.at_once:
         times: dict[bool, list[float]] = {False: [], True: []}
         cpu: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(options.repeat):
+            sizes = sizes_of(choose, at_once, options)
             for kept in (False, True) if turn % 2 else (True, False):
-                prompts = [prompt(choose, options) for _ in range(at_once)]
+                prompts = prompts_of(choose, sizes)
                 before = time.process_time()
                 times[kept].append(seconds(llm, prompts, kept))
                 cpu[kept].append((time.process_time() - before) / at_once)
@@ -105,8 +107,9 @@ def run(llm: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
         found: dict[str, Any] = {"at_once": at_once, "plain_s": plain, "kept_s": with_chunks}
         found |= {"plain_cpu_s": median(cpu[False]), "kept_cpu_s": median(cpu[True])}
         if options.timeline:
+            sizes = sizes_of(choose, at_once, options)
             of_rounds = [
-                timeline(partial(seconds, llm, [prompt(choose, options) for _ in range(at_once)], kept))
+                timeline(partial(seconds, llm, prompts_of(choose, sizes), kept))
                 for kept in (False, True)
             ]
             found |= {"timelines": of_rounds}
@@ -115,21 +118,34 @@ def run(llm: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def prompt(choose: random.Random, options: argparse.Namespace) -> tuple[list[int], list[list[int]]]:
-    """A prompt of random tokens, and where its chunks are."""
+Prompt = tuple[list[int], list[list[int]]]
+"""Token ids, and where the chunks are."""
 
+
+def sizes_of(choose: random.Random, count: int, options: argparse.Namespace) -> list[list[int]]:
+    """Lengths of the chunks of so many prompts."""
+    return [
+        [choose.randint(*options.chunk_tokens) for _ in range(options.chunks)] for _ in range(count)
+    ]
+
+
+def prompts_of(choose: random.Random, sizes: list[list[int]]) -> list[Prompt]:
+    """Prompts of random tokens with chunks of these lengths."""
+    return [_prompt(choose, of_chunks) for of_chunks in sizes]
+
+
+def _prompt(choose: random.Random, sizes: list[int]) -> Prompt:
     def tokens(count: int) -> list[int]:
         return [choose.randrange(10, 300) for _ in range(count)]
 
     ids, spans = tokens(PLAIN_TOKENS), []
-    for _ in range(options.chunks):
-        chunk = tokens(choose.randint(*options.chunk_tokens))
-        spans.append([len(ids), len(ids) + len(chunk)])
-        ids += chunk
+    for size in sizes:
+        spans.append([len(ids), len(ids) + size])
+        ids += tokens(size)
     return ids + tokens(PLAIN_TOKENS), spans
 
 
-def seconds(llm: Any, prompts: list[tuple[list[int], list[list[int]]]], kept: bool) -> float:
+def seconds(llm: Any, prompts: list[Prompt], kept: bool) -> float:
     """How long it takes to answer prompts that are sent at once."""
     from vllm import SamplingParams
 
