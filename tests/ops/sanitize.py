@@ -22,6 +22,7 @@ import test_received_attention  # noqa: E402
 import test_segment_scatter  # noqa: E402
 import test_shift_scatter  # noqa: E402
 import test_sparse_attention  # noqa: E402
+import test_widen  # noqa: E402
 import torch  # noqa: E402
 
 from vllm_blend.ops import library  # noqa: E402
@@ -49,6 +50,11 @@ def moves() -> None:
             case.check(before, neox)
 
 
+def widening() -> None:
+    for size in test_widen.SIZES:
+        test_widen.check_against_the_oracle(size, torch.bfloat16, DEVICE)
+
+
 def attention() -> None:
     length = 99
     rows = [test_sparse_attention.scattered(19, length), [0], [], list(range(30, 49))]
@@ -74,9 +80,10 @@ def main() -> None:
     for name in library.implementations():
         with library.implementation(name):
             moves()
+    widening()
     attention()
     torch.cuda.synchronize()
-    print(f"sanitize: {', '.join(library.implementations())} and attention ran")
+    print(f"sanitize: {', '.join(library.implementations())}, widening and attention ran")
 
 
 if __name__ == "__main__":

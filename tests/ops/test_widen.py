@@ -30,6 +30,15 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     )
 
 
+def check_against_the_oracle(
+    size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    values, scales, target = arguments(size, dtype, device)
+    expected = widen_oracle(values, scales, torch.empty_like(target))
+    widen(values, scales, target)
+    assert same(target, expected)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_equals_the_oracle(
@@ -37,10 +46,7 @@ def test_equals_the_oracle(
 ) -> None:
     if library.INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter rounds to bfloat16 otherwise than a GPU")
-    values, scales, target = arguments(size, dtype, device)
-    expected = widen_oracle(values, scales, torch.empty_like(target))
-    widen(values, scales, target)
-    assert same(target, expected)
+    check_against_the_oracle(size, dtype, device)
 
 
 def test_every_byte(device: torch.device) -> None:

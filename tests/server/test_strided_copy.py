@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from types import SimpleNamespace
@@ -75,3 +76,19 @@ def test_an_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     both = torch.zeros(2, 5, 3)
     with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync: cudaErrorInvalidValue"):
         copy_both(both[:1].expand(2, 5, 3), both, SimpleNamespace(cuda_stream=77))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found", [(Error.cudaSuccess, 0), (Error.cudaErrorInvalidValue, 0), None])
+def test_a_runtime_without_a_device_is_none(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[Error, int] | None
+) -> None:
+    def get_device() -> tuple[Error, int]:
+        if found is None:
+            raise RuntimeError("no driver")
+        return found
+
+    runtime = SimpleNamespace(cudaGetDevice=get_device, cudaError_t=Error)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(runtime=runtime))
+    expected = runtime if found == (Error.cudaSuccess, 0) else None
+    assert strided_copy._runtime.__wrapped__() is expected

@@ -45,9 +45,12 @@ def copy_both(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Str
 
 @cache
 def _runtime() -> Any:
-    """CUDA's own; torch's builds for CUDA need it from 2.10 on. None: it is not installed."""
+    """CUDA's own; torch's builds for CUDA need it from 2.10 on. None: it is not installed, or finds no
+    device."""
     try:
         from cuda.bindings import runtime
-    except ImportError:
+
+        error, _ = runtime.cudaGetDevice()
+    except (ImportError, RuntimeError):
         return None
-    return runtime
+    return runtime if error == runtime.cudaError_t.cudaSuccess else None
