@@ -21,6 +21,7 @@ from vllm_blend.model import probe
 from vllm_blend.model.probe import MOVED, QUESTION, Probing, token_error
 from vllm_blend.model.select import early
 from vllm_blend.model.verdicts import Verdict, write_verdict
+from vllm_blend.ops.widen import widen
 from vllm_blend.server.worker.chunk_cache import ChunkCache
 
 OPTIONS: dict[str, Any] = dict(
@@ -238,8 +239,8 @@ def test_a_refusal_stops_the_start_of_an_engine_that_is_to_blend(
 def test_what_is_warmed_up_is_what_requests_do(
     tiny: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A question is asked, of KV that a prefill has left: with the same hidden state. And a chunk is
-    kept, and dropped again."""
+    """A question is asked, of KV that a prefill has left: with the same hidden state. A chunk is kept,
+    and dropped again; and one is widened."""
     asked: list[bool] = []
     kept_tokens: list[int] = []
     keep = ChunkCache.keep
@@ -249,6 +250,11 @@ def test_what_is_warmed_up_is_what_requests_do(
         kept_tokens.extend(kv.num_tokens for kv in chunks._chunks.values())
 
     choose = early.choose
+    widened: list[tuple[torch.Size, torch.dtype]] = []
+
+    def note_widened(values: torch.Tensor, scales: torch.Tensor, target: torch.Tensor) -> None:
+        widen(values, scales, target)
+        widened.append((target.shape, target.dtype))
 
     def look(request: Any, received: torch.Tensor | None, *more: bool) -> torch.Tensor:
         asked.append(received is not None)
@@ -261,7 +267,10 @@ def test_what_is_warmed_up_is_what_requests_do(
         monkeypatch.setattr(probing, "_run", lambda plan: hidden.append(run(plan)) or hidden[-1])
         monkeypatch.setattr(early, "choose", look)
         monkeypatch.setattr(ChunkCache, "keep", note)
+        monkeypatch.setattr("vllm_blend.ops.widen.widen", note_widened)
         probing.warm_up()
+        shape = engine.model.blending.kv_shape
+        assert widened == [(torch.Size(shape.of(probing._num_tokens)), shape.dtype)]
         assert kept_tokens == [probing._num_tokens]
         assert len(engine.model.blending.chunks) == 0
         assert engine.model.blending.chunks.collect_events() is None

@@ -193,7 +193,8 @@ class Probing:
         self._run(CollectPlan(num_prompt_tokens=self._num_tokens, key=WARM_UP_KEY))
         self._blending.chunks.drop([WARM_UP_KEY])
         k, _ = plan.kv[0]
-        widen(torch.zeros_like(k, dtype=FP8), k.new_zeros((*k.shape[:2], 1), dtype=torch.float32), k)
+        scales = k.new_zeros((*k.shape[:2], 1), dtype=torch.float32)
+        widen(torch.zeros_like(k, dtype=FP8), scales, torch.empty_like(k))
 
     def _stored(self, collected: Sequence[LayerKV]) -> list[LayerKV]:
         """Collected KV without its positions."""
