@@ -32,7 +32,7 @@ AHEAD = 3
 
 STAGED = 2 * AHEAD + 4
 """What a step may hold on the GPU for blending, in units of one layer's K of all its rows: the ring; K
-and V that are collected, or widened from fp8, and their values in fp32."""
+and V that are collected, or as they come in eight bits."""
 
 
 @dataclass(frozen=True, eq=False)
