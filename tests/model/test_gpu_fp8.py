@@ -24,10 +24,6 @@ from vllm_blend.store.fp8 import Fp8Layers
 
 pytestmark = pytest.mark.gpu
 
-NEAR = 1.3
-"""Times the distance that eight bits alone make: one blend may be as far, only their mean is not.
-Chunks computed alone are farther (a test holds that)."""
-
 
 @dataclass
 class Plain:
@@ -171,7 +167,7 @@ def test_exact_kv_is_full_prefill(
     settings = dict(question=question, recomp_ratio=ratio, policy=policy)
     found = distance_to(full, engine, prompts, engine.collect, **settings)
     print(f"{policy} {ratio}: {found:.2e} ({noise:.2e})")
-    assert found < NEAR * noise
+    assert found < noise
 
 
 def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(
@@ -230,7 +226,7 @@ def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(
     ]
     print(f"at 0, 0.5 and 1: {errors} ({noise:.2e})")
     assert errors[0] > errors[1] > errors[2]
-    assert errors[0] > NEAR * noise  # so the identities above are not true of any KV
+    assert errors[0] > 1.3 * noise  # so the identities above are not true of any KV
     after = [tensor for kvs in alone.values() for layer in kvs for tensor in layer]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 

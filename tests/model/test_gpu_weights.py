@@ -1,7 +1,7 @@
 """Quantized weights on a GPU (FLASH_ATTN): the identities, within what their kernels round.
 
-Where inputs are in eight bits too, a last bit may change one by a whole step. So what is allowed is
-measured: how far full prefill is from itself where other last bits of K and V go to the cache.
+What is allowed is a number, as on a CPU, and no more than what is measured: how far full prefill is
+from itself where other last bits of K and V go to the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATIOS = (0.0, 0.16, 1.0)
 KINDS = [*product(FORMATS, ("float16", "bfloat16"))]
 KINDS.remove(("int4 (GPTQ)", "bfloat16"))  # its kernels without Marlin are for float16
 NEAR = 1.3
-"""Times full prefill's distance to itself: one blend may be as far, only their mean is not."""
+"""Times full prefill's distance to itself: no blend is farther, and their mean is nearer than that."""
 SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
 """Multiples of 64 and 128, which the kernels for four bits want."""
 
@@ -71,7 +71,7 @@ def test_exact_kv_with_quantized_weights_is_full_prefill(
     exact = collected(weights)
     errors = [error(weights, exact, ratio, policy) for ratio in RATIOS]
     print(f"{policy}: {errors}")
-    assert max(errors) < NEAR * distances[1]
+    assert max(errors) < min(0.04, NEAR * distances[1])
 
 
 def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(distances: tuple[float, float]) -> None:
@@ -91,4 +91,4 @@ def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine, distances: tuple[f
     noise = [[torch.randn_like(t) for t in layer] for layer in collected(weights)]
     found = error(weights, noise, 1.0, "random")
     print(f"any KV: {found}")
-    assert found < NEAR * distances[1]
+    assert found < min(0.02, NEAR * distances[1])
