@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from markdown.extensions.toc import slugify
 from settings_checks import check_json
 
 import vllm_blend
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 IMAGES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 
@@ -40,7 +41,16 @@ def test_the_paper_is_cited() -> None:
 def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
     for link in links:
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+        path, _, section = link.partition("#")
+        page = ROOT / (path or name)
+        assert link.startswith("https://") or page.exists(), link
+        assert page.suffix != ".md" or not section or section in _sections(page), link
+
+
+def _sections(page: Path) -> set[str]:
+    """What a link may name after ``#``: the headings of a page as GitHub and MkDocs spell them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {slugify(heading, "-") for heading in headings}
 
 
 def test_commands_for_contributors_exist() -> None:
