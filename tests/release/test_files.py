@@ -40,10 +40,10 @@ def test_the_paper_is_cited() -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
-    for link in links:
+    for link in (link for link in links if not link.startswith("https://")):
         path, _, section = link.partition("#")
         page = ROOT / (path or name)
-        assert link.startswith("https://") or page.exists(), link
+        assert page.exists(), link
         assert page.suffix != ".md" or not section or section in _sections(page), link
 
 
