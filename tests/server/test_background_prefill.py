@@ -366,6 +366,28 @@ def test_an_engine_rests_before_it_does_what_nobody_asked_for(
     assert request.plan.key == key
 
 
+def test_how_long_an_engine_has_nothing_to_begin_with(
+    background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the end of the last step for requests on: a step may take longer than the gap after it."""
+    now = 100.0
+    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    assert background.idles_for() == 0  # nothing waits
+    bring(background, known, 100)
+    background.start(idle=False)
+    now += 1
+    background.worked()
+    rest_s, gap_s = background_prefill.REST_S, background_prefill.GAP_S
+    assert background.idles_for() == pytest.approx(rest_s)
+    now += 0.75 * rest_s
+    assert background.idles_for() == pytest.approx(0.25 * rest_s) and not background.start(idle=True)
+    background.add(FIRST)
+    background.worked()
+    assert background.idles_for() == pytest.approx(gap_s) and not background.start(idle=True)
+    now += 1.01 * gap_s
+    assert background.idles_for() == 0 and background.start(idle=True)
+
+
 def test_it_rests_longer_each_time_that_requests_come_before_it_is_done(
     background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

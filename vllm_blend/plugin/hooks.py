@@ -37,6 +37,9 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
     no request waits for, and that its process ends soon (``process_end.py``).
     Goes when vLLM tells its scheduler of a shutdown.
+``EngineCoreProc._process_input_queue``   wrapped, so that an engine that only waits to be idle for long
+    enough sleeps until then. vLLM's steps on as long as its scheduler has anything left to do.
+    Goes when a scheduler can tell when it is to be asked again.
 ``EngineCore.collective_rpc``, ``EngineCore.wake_up``, ``EngineCore.reset_prefix_cache``   wrapped: the
     model's weights may be others afterwards (``weights.py``).
     Goes when vLLM tells of new weights, however they came.
@@ -53,6 +56,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import queue
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +105,7 @@ def install_front_hooks() -> None:
     _wrap(OutputProcessor, "process_outputs", _count_reports)
     _wrap(plugins, "load_endpoint_plugins", _with_routes)
     _wrap(EngineCoreProc, "_handle_shutdown", _stop_background)
+    _wrap(EngineCoreProc, "_process_input_queue", _sleep_while_idle)
     EngineCore.blend_operation = _operate
     for name in ("collective_rpc", "wake_up", "reset_prefix_cache"):
         _wrap(EngineCore, name, _then_check_weights)
@@ -314,6 +319,20 @@ def _stop_background(stock: Any, core: Any) -> Any:
     if stop is not None and not core.is_running():
         stop()
         end_without_collection()
+    return stock(core)
+
+
+def _sleep_while_idle(stock: Any, core: Any) -> Any:
+    """Before an engine's next step: until that has something to do, or a request comes."""
+    idles_for = getattr(core.scheduler, "idles_for", None)
+    steps_on = core.engines_running or core.batch_queue or not core.process_input_queue_block
+    if idles_for is not None and core.is_running() and not steps_on and (seconds := idles_for()):
+        try:
+            message = core.input_queue.get(timeout=seconds)
+        except queue.Empty:
+            pass
+        else:
+            core._handle_client_request(*message)
     return stock(core)
 
 

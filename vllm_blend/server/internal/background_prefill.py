@@ -190,8 +190,7 @@ class BackgroundPrefill:
             self._busy_at = now
         self._in_gap = idle and now < self._busy_at + GAP_S
         self._idle = idle = idle and not self._in_gap
-        rest_s = min(REST_S * 2**self._interrupted, LONGEST_REST_S)
-        rested = idle and now >= self._busy_at + rest_s
+        rested = idle and now >= self._busy_at + self._rest_s
         if self._in_gap or self._running or (found := self._next(rested)) is None:
             return []
         queue, key, chunk = found
@@ -219,6 +218,21 @@ class BackgroundPrefill:
         if not idle:
             self._pay(request_id, cost)
         return [request]
+
+    def idles_for(self) -> float:
+        """Seconds until an idle engine may begin with a chunk; 0: it may now, or there is none."""
+        if not self.num_waiting:
+            return 0.0
+        pause_s = GAP_S if self._waiting or self._unscored else self._rest_s
+        return max(0.0, self._busy_at + pause_s - time.monotonic())
+
+    def worked(self) -> None:
+        """A step that computed for requests has ended."""
+        self._busy_at = time.monotonic()
+
+    @property
+    def _rest_s(self) -> float:
+        return min(REST_S * 2**self._interrupted, LONGEST_REST_S)
 
     def give_up(self) -> list[str]:
         """Requests that are to be ended, since clients' have come; their chunks wait again."""

@@ -85,6 +85,10 @@ class InternalRequests:
             0 if self.stopped or self.paused else (not self._measured()) + self.background.num_waiting
         )
 
+    def idles_for(self) -> float:
+        """Seconds until there may be something to begin with, while no requests come; 0: there is."""
+        return self.background.idles_for() if self.num_waiting and self._measured() else 0.0
+
     def is_mine(self, request_id: str) -> bool:
         return self.measures(request_id) or self.background.is_mine(request_id)
 

@@ -272,6 +272,13 @@ class BlendScheduler(Switching, Connected):
         waiting |= bool(self.blend_fetches)
         return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
 
+    def idles_for(self) -> float:
+        """Seconds for which steps would do nothing, unless requests come."""
+        stock: Any = super()
+        if stock.has_requests() or self.blend_chunks.has_discards or self.blend_fetches:
+            return 0.0
+        return self.blend_internal.idles_for()
+
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()
         finished = stock.finish_requests(*args, **kwargs)
@@ -305,6 +312,8 @@ class BlendScheduler(Switching, Connected):
         seconds = time.monotonic() - started if started else 0.0
         if scheduled and all(map(internal.background.is_mine, scheduled)):
             internal.background.took(scheduler_output.total_num_scheduled_tokens, seconds)
+        elif scheduled:
+            internal.background.worked()
         if self.blend_fetches is not None and internal.calibration is not None and started:
             internal.calibration.step_took(scheduled, seconds)
             blended = any(name in self.blend_plans for name in scheduled)
