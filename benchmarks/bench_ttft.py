@@ -65,6 +65,12 @@ def main() -> None:
     parser.add_argument(
         "--profile", nargs="+", default=[], help="cuda: methods whose time line to show, by name"
     )
+    parser.add_argument(
+        "--marks",
+        nargs="+",
+        default=[],
+        help="cuda: methods of which to show where the host is, by name",
+    )
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.08, 0.16, 0.3])

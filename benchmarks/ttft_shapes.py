@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from harness import hardware, measure, print_table
+from host_marks import host_marks
 from timeline import timeline
 from vllm import LLM, SamplingParams
 
@@ -178,6 +179,10 @@ def run_shape(
             results.append(result)
         for name in options.profile:
             lines.append((num_tokens, name, timeline(methods[name])))
+        for name in options.marks:
+            marks = host_marks(methods[name], options.repeat, bench.device.type == "cuda")
+            print(f"\n{num_tokens} tokens, {name}: ms since the request")
+            print_table(["", "host", "device"], [[n, f"{h:.2f}", f"{d:.2f}"] for n, h, d in marks])
         bench.forget()
     if lines:
         print("\nWhere a step's milliseconds go, by torch's profiler:")
