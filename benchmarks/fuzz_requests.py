@@ -91,7 +91,7 @@ def ordinary_request(seed: int, number: int, plain: list[int]) -> Request:
 
 def _blended(choose: Random) -> Request:
     """A request as a client would send it, which may be blended."""
-    chunks = [choose.choice(DOCUMENTS) for _ in range(choose.randint(1, 5))]
+    chunks = [_document(choose) for _ in range(choose.randint(1, 5))]
     question = f"Why {choose.randrange(50)}?"
     extra: dict[str, Any] = {"report": True} if choose.random() < 0.5 else {}
     if choose.random() < 0.4:
@@ -99,6 +99,8 @@ def _blended(choose: Random) -> Request:
             "recomp_ratio": choose.choice([0, 0.08, 0.3, 1]),
             "policy": choose.choice(POLICIES[:4]),
         }
+    if choose.random() < 0.3:
+        extra["auto"] = True
     body: dict[str, Any] = {"model": MODEL, "max_tokens": choose.randint(1, 4), "temperature": 0}
     body["stream"] = choose.random() < 0.3
     way = choose.randrange(5)
@@ -127,6 +129,15 @@ def _blended(choose: Random) -> Request:
             body["max_output_tokens"] = body.pop("max_tokens")
     body["vllm_xargs"] = {"blend": json.dumps(extra)}
     return Request(path, body)
+
+
+def _document(choose: Random) -> str:
+    """One of ``DOCUMENTS``, or one with a part of another in its midst, as an edited file has it."""
+    text, other = choose.sample(DOCUMENTS, 2)
+    if choose.random() < 0.5:
+        return text
+    cut, start = choose.randrange(len(text)), choose.randrange(len(other))
+    return text[:cut] + other[start : start + choose.randint(20, 400)] + text[cut:]
 
 
 def _malformed(choose: Random) -> Request:

@@ -80,15 +80,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--settings", type=json.loads, default={}, help="more of the server's, as JSON")
+    parser.add_argument("--server-args", default="", help="more of both servers' arguments")
     parser.add_argument("--log", type=pathlib.Path, help="a folder for the servers' logs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_tiny_model(pathlib.Path(folder)))
-        with server(model, ARGUMENTS, {"VLLM_PLUGINS": ""}, log_of("stock", options.log)) as stock:
+        own = [*ARGUMENTS, *options.server_args.split()]
+        with server(model, own, {"VLLM_PLUGINS": ""}, log_of("stock", options.log)) as stock:
             wait_for("stock", stock)
             known = asyncio.run(learn(stock.url))
         config = json.dumps({"vllm_blend": SETTINGS | options.settings})
-        arguments = [*ARGUMENTS, "--additional-config", config]
+        arguments = [*own, "--additional-config", config]
         with server(model, arguments, {}, log_of("blend", options.log)) as blending:
             wait_for("blend", blending)
             processes = processes_of(blending)

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from asking import REPORT, answer, cutting_engine, drain, outputs, prompt_of, report, scheduler
 from engines import Engine, make_engine
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_blend.core.plans import ChunkIds
+from vllm_blend.core.plans import ChunkIds, KeyedSpan
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST
 from vllm_blend.server.scheduler import tier_fetches, waiting
+from vllm_blend.server.scheduler.lookup import apart
 
 STEP = 150
 """Tokens that a step of the second engine computes."""
@@ -126,6 +129,62 @@ def test_learned_text_is_kept_at_its_second_sight(server: Engine) -> None:
         server, [server.ids(25, 44) + document + server.ids(10, 92)], [{"auto": True} | REPORT]
     )
     assert (report(found)["reused_tokens"], report(found)["harvested_chunks"]) == (90, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "reused", "kept"),
+    [(40, 0, True), (70, 70, False)],
+    ids=["for the least part", "for the most part"],
+)
+def test_a_missed_chunk_that_is_known_in_part(
+    server: Engine, num_shared: int, reused: int, kept: bool
+) -> None:
+    """What is kept from a prefill is computed in it, so either the chunk is kept or its known text is
+    reused; and the step blends."""
+    seed = 800 + num_shared
+    old = server.ids(100, seed)
+    outputs(server, [server.ids(9, 901) + old + server.ids(9, 902)], [{"spans": [[9, 109]]}])
+    edited = old[:num_shared] + server.ids(100 - num_shared, seed + 1)
+    other = server.ids(100, seed + 2)
+    prompt = server.ids(20, 903) + other + server.ids(5, 904) + edited + server.ids(12, 905)
+    field = {"spans": [[20, 120], [125, 225]], "auto": True} | REPORT
+    (found,) = outputs(server, [prompt], [field])
+    assert report(found)["missed_chunks"] == 2
+    assert (report(found)["reused_tokens"], report(found)["why_not"]) == (
+        reused,
+        "" if reused else "no chunk is known yet",
+    )
+    assert known(server, prompt, [20, 120], HARVESTED_FIRST)
+    assert known(server, prompt, [125, 225], HARVESTED) == kept
+    assert not scheduler(server).blend_chunks._coming
+    drain(server)
+    assert known(server, prompt, [125, 225], scheduler(server).blend_internal.contexts.later) != kept
+
+
+PLACES = st.lists(st.integers(0, 400), unique=True, max_size=24).map(
+    lambda ends: [(a, b) for a, b in zip(*[iter(sorted(ends))] * 2, strict=False)]
+)
+
+
+@given(PLACES, PLACES)
+def test_what_is_reused_and_what_is_kept_lie_apart(
+    runs: list[tuple[int, int]], places: list[tuple[int, int]]
+) -> None:
+    missed = [(start, ChunkIds("", tuple(range(start, end)))) for start, end in places]
+    stay, kept, known = apart([KeyedSpan(start, end, b"") for start, end in runs], missed)
+    computed = [set(chunk.token_ids) for _, chunk in kept]
+    reused = {row for run in stay for row in range(run.start, run.end)}
+    assert not any(reused & rows for rows in computed)
+    assert sorted(chunk.token_ids for chunk in [*known, *(chunk for _, chunk in kept)]) == sorted(
+        chunk.token_ids for _, chunk in missed
+    )
+    found = {row for run in runs for row in range(*run)}
+    for chunk in known:
+        assert 2 * len(found & set(chunk.token_ids)) > len(chunk.token_ids)
+    for rows in computed:
+        assert 2 * len(found & rows) <= len(rows)
+    left = [run for run in runs if not any(set(range(*run)) & rows for rows in computed)]
+    assert [(run.start, run.end) for run in stay] == left
 
 
 def test_one_of_two_requests_at_once_keeps_a_chunk(server: Engine) -> None:

@@ -3,6 +3,7 @@ others are kept as its own prefill computes them."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,6 +50,36 @@ class Found:
         if self.short:
             return f"its chunks have fewer than {min_tokens} tokens (min_chunk_tokens)"
         return blend_request.why_not or "no chunk in the prompt"
+
+
+def apart(
+    runs: Sequence[KeyedSpan], missed: Sequence[tuple[int, ChunkIds]]
+) -> tuple[list[KeyedSpan], list[tuple[int, ChunkIds]], list[ChunkIds]]:
+    """Known text and missed chunks that have no token in common: what is kept from a prefill has to be
+    computed in it. A chunk that is known for the most part, as an edited file is, is left to the text
+    that is known.
+
+    Args:
+        runs: known text of the prompt, disjoint and ascending.
+        missed: where each chunk begins, and the chunk; disjoint.
+
+    Returns:
+        The runs and the missed chunks that stay, and the chunks that are known for the most part.
+    """
+    ends, stay, known = [run.end for run in runs], [], []
+    for start, chunk in missed:
+        end = start + len(chunk.token_ids)
+        num_known = 0
+        for run in runs[bisect_right(ends, start) :]:
+            if run.start >= end:
+                break
+            num_known += min(run.end, end) - max(run.start, start)
+        if 2 * num_known > end - start:
+            known.append(chunk)
+        else:
+            stay.append((start, chunk))
+    computed = Places((start, start + len(chunk.token_ids)) for start, chunk in stay)
+    return [run for run in runs if computed.are_free(run.start, run.end)], stay, known
 
 
 class Lookup:
@@ -104,7 +135,12 @@ class Lookup:
         found.missed = len(missed)
         if blend_request.auto:
             windows = Windows.of(tokens)
-            found.spans += self._find(tenant, windows, found.spans, request_id)
+            runs = self._find(tenant, windows, found.spans, request_id)
+            if self._contexts.harvest and blend_request.settings.early:
+                runs, missed, known = apart(runs, missed)
+                for chunk in known:
+                    self.miss(self._contexts.by_itself(chunk), request_id)
+            found.spans += runs
             taken = [(span.start, span.end) for span in found.spans]
             taken += [(start, start + len(chunk.token_ids)) for start, chunk in missed]
             missed += self._learn(tenant, tokens, windows, taken)
