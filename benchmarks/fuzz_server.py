@@ -89,7 +89,10 @@ def main() -> None:
         with server(model, own, {"VLLM_PLUGINS": ""}, log_of("stock", options.log)) as stock:
             wait_for("stock", stock)
             known = asyncio.run(learn(stock.url))
-        config = json.dumps({"vllm_blend": SETTINGS | options.settings})
+        settings = SETTINGS | options.settings
+        if "store" in settings:
+            del settings["ram_gb"]
+        config = json.dumps({"vllm_blend": settings})
         arguments = [*own, "--additional-config", config]
         with server(model, arguments, {}, log_of("blend", options.log)) as blending:
             wait_for("blend", blending)
