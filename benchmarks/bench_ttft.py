@@ -69,7 +69,7 @@ def main() -> None:
         "--marks",
         nargs="+",
         default=[],
-        help="cuda: methods of which to show where the host is, by name",
+        help="cuda: methods to show when the host and the GPU come to which part of a step, by name",
     )
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths to measure")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -88,23 +87,20 @@ def host_marks(
 def marked(marks: Marks) -> Iterator[None]:
     """While it lasts, the begin and the end of each of ``PARTS`` is marked."""
 
-    def around(stock: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for name, (owner, method) in PARTS.items():
+            stack.enter_context(
+                patch.object(owner, method, _marking(getattr(owner, method), name, marks))
+            )
+        yield
+
+
+def _marking(stock: Callable[..., Any], name: str, marks: Marks) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
         marks(f"{name}, begin")
         try:
             return stock(*args, **kwargs)
         finally:
             marks(f"{name}, end")
-
-    with ExitStack() as stack:
-        for name, (owner, method) in PARTS.items():
-            stock = getattr(owner, method)
-            # a function, not a partial: that would not become a method
-            stack.enter_context(patch.object(owner, method, _method(partial(around, stock, name))))
-        yield
-
-
-def _method(call: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(self, *args, **kwargs)
 
     return method

@@ -13,8 +13,9 @@ from engines import Engine, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_blend.core.plans import ChunkIds, KeyedSpan
+from vllm_blend.core.plans import ChunkIds
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST
+from vllm_blend.server.chunks.token_index import Run
 from vllm_blend.server.scheduler import tier_fetches, waiting
 from vllm_blend.server.scheduler.lookup import apart
 
@@ -171,9 +172,9 @@ def test_what_is_reused_and_what_is_kept_lie_apart(
     runs: list[tuple[int, int]], places: list[tuple[int, int]]
 ) -> None:
     missed = [(start, ChunkIds("", tuple(range(start, end)))) for start, end in places]
-    stay, kept, known = apart([KeyedSpan(start, end, b"") for start, end in runs], missed)
+    stay, kept, known = apart([(Run(start, end, b"", 0), ()) for start, end in runs], missed)
     computed = [set(chunk.token_ids) for _, chunk in kept]
-    reused = {row for run in stay for row in range(run.start, run.end)}
+    reused = {row for run, _ in stay for row in range(run.start, run.end)}
     assert not any(reused & rows for rows in computed)
     assert sorted(chunk.token_ids for chunk in [*known, *(chunk for _, chunk in kept)]) == sorted(
         chunk.token_ids for _, chunk in missed
@@ -184,7 +185,7 @@ def test_what_is_reused_and_what_is_kept_lie_apart(
     for rows in computed:
         assert 2 * len(found & rows) <= len(rows)
     left = [run for run in runs if not any(set(range(*run)) & rows for rows in computed)]
-    assert [(run.start, run.end) for run in stay] == left
+    assert [(run.start, run.end) for run, _ in stay] == left
 
 
 def test_one_of_two_requests_at_once_keeps_a_chunk(server: Engine) -> None:

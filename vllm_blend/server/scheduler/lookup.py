@@ -13,7 +13,7 @@ from vllm_blend.server.chunks.askers import ANSWERED
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts, Places
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 from vllm_blend.server.chunks.shared_index import SharedIndex
-from vllm_blend.server.chunks.token_index import Windows
+from vllm_blend.server.chunks.token_index import Run, Windows
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
 from vllm_blend.server.request import MAX_SPANS, BlendRequest, Span, pieces
 from vllm_blend.server.scheduler.tier_fetches import Fetches
@@ -53,24 +53,24 @@ class Found:
 
 
 def apart(
-    runs: Sequence[KeyedSpan], missed: Sequence[tuple[int, ChunkIds]]
-) -> tuple[list[KeyedSpan], list[tuple[int, ChunkIds]], list[ChunkIds]]:
+    runs: Sequence[tuple[Run, TokenIds]], missed: Sequence[tuple[int, ChunkIds]]
+) -> tuple[list[tuple[Run, TokenIds]], list[tuple[int, ChunkIds]], list[ChunkIds]]:
     """Known text and missed chunks that have no token in common: what is kept from a prefill has to be
     computed in it. A chunk that is known for the most part, as an edited file is, is left to the text
     that is known.
 
     Args:
-        runs: known text of the prompt, disjoint and ascending.
+        runs: known text, disjoint and ascending, and what the chunk of each is computed after.
         missed: where each chunk begins, and the chunk; disjoint.
 
     Returns:
         The runs and the missed chunks that stay, and the chunks that are known for the most part.
     """
-    ends, stay, known = [run.end for run in runs], [], []
+    ends, stay, known = [run.end for run, _ in runs], [], []
     for start, chunk in missed:
         end = start + len(chunk.token_ids)
         num_known = 0
-        for run in runs[bisect_right(ends, start) :]:
+        for run, _ in runs[bisect_right(ends, start) :]:
             if run.start >= end:
                 break
             num_known += min(run.end, end) - max(run.start, start)
@@ -79,7 +79,7 @@ def apart(
         else:
             stay.append((start, chunk))
     computed = Places((start, start + len(chunk.token_ids)) for start, chunk in stay)
-    return [run for run in runs if computed.are_free(run.start, run.end)], stay, known
+    return [one for one in runs if computed.are_free(one[0].start, one[0].end)], stay, known
 
 
 class Lookup:
@@ -135,12 +135,13 @@ class Lookup:
         found.missed = len(missed)
         if blend_request.auto:
             windows = Windows.of(tokens)
-            runs = self._find(tenant, windows, found.spans, request_id)
+            places = [(span.start, span.end) for span in found.spans]
+            runs = self._find(tenant, windows, places)
             if self._contexts.harvest and blend_request.settings.early:
                 runs, missed, known = apart(runs, missed)
                 for chunk in known:
                     self.miss(self._contexts.by_itself(chunk), request_id)
-            found.spans += runs
+            found.spans += self._spans(windows, runs, places, request_id)
             taken = [(span.start, span.end) for span in found.spans]
             taken += [(start, start + len(chunk.token_ids)) for start, chunk in missed]
             missed += self._learn(tenant, tokens, windows, taken)
@@ -197,10 +198,9 @@ class Lookup:
                 return key, chunk.context
         return None, None
 
-    def _find(
-        self, tenant: str, windows: Windows, taken: list[KeyedSpan], request_id: str
-    ) -> list[KeyedSpan]:
-        """Known chunks in the prompt outside the spans that are taken."""
+    def _find(self, tenant: str, windows: Windows, taken: Sequence[Span]) -> list[tuple[Run, TokenIds]]:
+        """Known text in the prompt outside the places that are taken, each with what its chunk is
+        computed after."""
         # the last token's logits start the answer: it is always computed
         prompt = windows.head(len(windows.tokens) - 1)
         runs = [
@@ -208,11 +208,19 @@ class Lookup:
             for context in self._contexts.known
             for run in self._chunks.find(tenant, context, prompt, self._min_tokens)
         ]
-        places = [(span.start, span.end) for span in taken]
-        suited = self._contexts.suited(runs, places)[: MAX_SPANS - len(taken)]
-        first_start = min([start for start, _ in places] + [run.start for run, _ in suited], default=0)
+        return self._contexts.suited(runs, taken)[: MAX_SPANS - len(taken)]
+
+    def _spans(
+        self,
+        windows: Windows,
+        runs: Sequence[tuple[Run, TokenIds]],
+        taken: Sequence[Span],
+        request_id: str,
+    ) -> list[KeyedSpan]:
+        """What is reused of known text; its chunks are asked for after what suits their places."""
+        first_start = min([start for start, _ in taken] + [run.start for run, _ in runs], default=0)
         spans = []
-        for run, context in suited:
+        for run, context in runs:
             assert isinstance(run.key, bytes)
             exact = False
             if run.offset == 0 and run.start == len(context):
