@@ -17,6 +17,7 @@ from vllm_blend.model.blending import Blending
 from vllm_blend.model.graphs import RowGraphs
 from vllm_blend.model.row_choice import RowChoice
 from vllm_blend.model.rows import Inputs
+from vllm_blend.plugin.step_requests import BlendModelState
 
 PARTS: dict[str, tuple[type, str]] = {
     "schedule": (Scheduler, "schedule"),
@@ -32,6 +33,24 @@ PARTS: dict[str, tuple[type, str]] = {
     "bookkeeping": (GPUModelRunner, "_bookkeeping_sync"),
     "update from output": (Scheduler, "update_from_output"),
 }
+
+
+def of_second_runner() -> dict[str, tuple[type, str]]:
+    """The same of vLLM's V2 runner, which engines on CUDA have; elsewhere its import stands in for
+    parts of torch."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    return {
+        "requests added": (GPUModelRunnerV2, "add_requests"),
+        "inputs prepared": (GPUModelRunnerV2, "prepare_inputs"),
+        "slots": (GPUModelRunnerV2, "prepare_attn"),
+        "metadata prepared": (DefaultModelState, "prepare_attn"),
+        "step planned": (BlendModelState, "prepare_inputs"),
+        "model": (Blending, "forward"),
+        "sampled": (GPUModelRunnerV2, "sample"),
+        "sample tokens": (GPUModelRunnerV2, "sample_tokens"),
+    }
 
 
 class Marks:
@@ -85,10 +104,10 @@ def host_marks(
 
 @contextmanager
 def marked(marks: Marks) -> Iterator[None]:
-    """While it lasts, the begin and the end of each of ``PARTS`` is marked."""
-
+    """While it lasts, the begin and the end of each part is marked."""
     with ExitStack() as stack:
-        for name, (owner, method) in PARTS.items():
+        parts = PARTS | of_second_runner() if marks.on_device else PARTS
+        for name, (owner, method) in parts.items():
             stack.enter_context(
                 patch.object(owner, method, _marking(getattr(owner, method), name, marks))
             )

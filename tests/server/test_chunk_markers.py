@@ -22,9 +22,10 @@ MARKS = Marks("12", "34")
 text = st.text(alphabet="ab c#12\uf8f0\uf8f1", max_size=12)
 
 
-def encode(piece: str, first: bool) -> list[int]:
+def encode(texts: list[str]) -> list[list[int]]:
     """A tokenizer of characters, with BOS."""
-    return ([1] if first else []) + [ord(character) for character in piece]
+    ids = [[ord(character) for character in text] for text in texts]
+    return [[1, *first] for first in ids[:1]] + ids[1:]
 
 
 def render(messages: list[Any]) -> str:

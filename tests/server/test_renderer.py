@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cachetools import LRUCache
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -19,7 +20,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers import get_tokenizer
 
-from vllm_blend.server.frontend.renderer import BlendRenderer
+from vllm_blend.server.frontend.renderer import BlendRenderer, _num_bytes
 from vllm_blend.server.request import SPANS_KEY, WHY_NOT_KEY, WITH_MEDIA
 
 CHUNKS = ("The ferry stops until March, when the ice is gone. " * 3, "Why? " * 20)
@@ -203,24 +204,38 @@ def test_short_chunks_have_no_span_and_the_prompt_says_so(blending: OnlineRender
 def test_pieces_are_tokenized_once_a_tenant(
     blending: OnlineRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenized: list[str] = []
-    around = HfRenderer._tokenize_prompt
+    tokenized: list[Any] = []
+    tokenizer = blending.renderer.get_tokenizer()
 
-    def counted(self: Any, prompt: Any, params: Any) -> Any:
-        tokenized.append(prompt["prompt"])
-        return around(self, prompt, params)
+    def counted(texts: Any, **kwargs: Any) -> Any:
+        tokenized.append(texts)
+        return tokenizer(texts, **kwargs)
 
-    monkeypatch.setattr(HfRenderer, "_tokenize_prompt", counted)
+    monkeypatch.setattr(HfRenderer, "get_tokenizer", lambda _: counted)
     field = {"separator": MARK}
+    begin, *rest = PIECES
     first = complete(blending, MARKED, field, cache_salt="a")
-    assert tokenized == list(PIECES)
+    assert tokenized == [begin, rest]  # the first piece alone may get special tokens
     tokenized.clear()
     again = complete(blending, MARKED.replace(": 1", ": 2"), field, cache_salt="a")
-    assert tokenized == ["Read.\n\n", "Question: 2"]  # the first piece alone may get special tokens
+    assert tokenized == [begin, ["Question: 2"]]
     assert again[SPANS_KEY] == first[SPANS_KEY]
     tokenized.clear()
     complete(blending, MARKED, field, cache_salt="b")  # learns nothing of what `a` sent
-    assert tokenized == list(PIECES)
+    assert tokenized == [begin, rest]
+
+
+def test_a_piece_that_comes_twice_or_is_too_large_to_remember(
+    blending: OnlineRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = MARK.join([PIECES[0], *[PIECES[1]] * 2, *PIECES[2:]])
+    expected = complete(blending, marked, {"separator": MARK}, cache_salt="c")
+    renderer: Any = blending.renderer
+    monkeypatch.setattr(renderer, "_ids", LRUCache(1, _num_bytes))
+    found = complete(blending, marked, {"separator": MARK}, cache_salt="c")
+    assert found["prompt_token_ids"] == expected["prompt_token_ids"]
+    assert found[SPANS_KEY] == expected[SPANS_KEY] and len(expected[SPANS_KEY]) == 3
+    assert not renderer._ids
 
 
 def test_what_is_remembered_is_bounded_in_bytes(blending: OnlineRenderer) -> None:

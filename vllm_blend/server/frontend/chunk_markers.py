@@ -105,23 +105,24 @@ def without_marks(value: Any, marks: Marks) -> Any:
 
 def tokenize(
     pieces: Sequence[Piece],
-    encode: Callable[[str, bool], Sequence[int]],
+    encode: Callable[[list[str]], Sequence[Sequence[int]]],
     min_chunk_tokens: int,
 ) -> tuple[list[int], list[Span]]:
     """Token ids of the pieces, one after the other, and the chunks' spans.
 
     Args:
         pieces: of ``split`` or ``cut``.
-        encode: a piece's token ids; its second argument tells the first piece, which alone gets BOS.
+        encode: token ids of texts, each by itself; the first of them alone gets BOS.
         min_chunk_tokens: shorter chunks get no span.
     """
     token_ids: list[int] = []
     spans: list[Span] = []
     if pieces and pieces[0][1]:
         pieces = [("", False), *pieces]  # BOS, where there is one, is no chunk's
-    for index, (text, is_chunk) in enumerate(pieces):
+    encoded = encode([text for text, _ in pieces])
+    for (_, is_chunk), ids in zip(pieces, encoded, strict=True):
         start = len(token_ids)
-        token_ids += encode(text, index == 0)
-        if is_chunk and len(token_ids) - start >= min_chunk_tokens:
+        token_ids += ids
+        if is_chunk and len(ids) >= min_chunk_tokens:
             spans.append((start, len(token_ids)))
     return token_ids, spans

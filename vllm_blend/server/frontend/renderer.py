@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cachetools import LRUCache, cachedmethod
+from cachetools import LRUCache
 from vllm.renderers.hf import HfRenderer
 
 from vllm_blend.server.config import ServerSettings
@@ -132,11 +133,12 @@ class BlendRenderer(HfRenderer):
             return super()._tokenize_prompt(prompt | {WHY_NOT_KEY: why_not}, params)
         tenant = prompt.get("cache_salt") or found.tenant
 
-        def encode(piece: str, first: bool) -> list[int]:
-            if first and params.add_special_tokens:
-                return self._encode(piece, params)
-            _, ids = self._piece(tenant, piece, replace(params, add_special_tokens=False))
-            return ids.tolist()
+        def encode(texts: list[str]) -> list[list[int]]:
+            if not params.add_special_tokens:
+                return self._ids_of(tenant, texts, params)
+            first = super(BlendRenderer, self)._tokenize_prompt({"prompt": texts[0]}, params)
+            rest = self._ids_of(tenant, texts[1:], replace(params, add_special_tokens=False))
+            return [first["prompt_token_ids"], *rest]
 
         least = self.blend_settings.min_chunk_tokens
         token_ids, spans = tokenize(found.pieces, encode, least)
@@ -144,24 +146,28 @@ class BlendRenderer(HfRenderer):
             why_not = f"marked chunks are shorter than min_chunk_tokens, {least}"
         return self._build_tokens_prompt(token_ids, prompt | {SPANS_KEY: spans, WHY_NOT_KEY: why_not})
 
-    @cachedmethod(
-        lambda self: self._ids,
-        key=lambda _, tenant, piece, params: (tenant, piece),
-        lock=lambda self: self._ids_lock,
-    )
-    def _piece(self, tenant: str, piece: str, params: Any) -> Ids:
-        """A piece's ids without special tokens; nothing else in ``params`` changes them."""
-        return piece, np.array(self._encode(piece, params), dtype=np.int32)
+    def _ids_of(self, tenant: str, texts: list[str], params: Any) -> list[list[int]]:
+        """Token ids of pieces, without special tokens; nothing else in ``params`` changes them.
+
+        Those that are not remembered are tokenized together: a fast tokenizer does that in threads.
+        """
+        with self._ids_lock:
+            known = {text: self._ids.get((tenant, text)) for text in texts}
+        pieces = {text: piece for text, piece in known.items() if piece is not None}
+        new = [text for text in known if text not in pieces]
+        if new:
+            encoded = self.get_tokenizer()(new, **params.get_encode_kwargs())["input_ids"]
+            for text, ids in zip(new, encoded, strict=True):
+                pieces[text] = piece = text, np.array(ids, dtype=np.int32)
+                with self._ids_lock, suppress(ValueError):  # it is larger than all that is remembered
+                    self._ids[tenant, text] = piece
+        return [pieces[text][1].tolist() for text in texts]
 
     def forget_tenant(self, tenant: str) -> None:
         """Forgets a tenant's pieces."""
         with self._ids_lock:
             for key in [key for key in self._ids if key[0] == tenant]:
                 del self._ids[key]
-
-    def _encode(self, piece: str, params: Any) -> list[int]:
-        ids: list[int] = super()._tokenize_prompt({"prompt": piece}, params)["prompt_token_ids"]
-        return ids
 
     # --- the engine's input ---------------------------------------------------------------------
 
