@@ -143,9 +143,12 @@ def test_two_gpus_choose_the_same(steady_model: Path, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["XFORMERS", "FLASH_ATTN"])
-def test_two_gpus_with_half_of_the_experts_each(experts: Path, tmp_path: Path, backend: str) -> None:
+def test_two_gpus_with_half_of_the_experts_each(
+    experts: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fp32 they answer as one; in bf16, where one may choose others, they choose the same."""
     exact = backend == "XFORMERS"
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")  # else vLLM's experts multiply fp32 in TF32
     options: dict[str, Any] = dict(enable_expert_parallel=True, enforce_eager=True) | ON_GPU
     dtype = "float32" if exact else "bfloat16"
     answers = run(experts, tmp_path, dtype=dtype, attention_backend=backend, **options)
