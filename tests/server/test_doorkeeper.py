@@ -100,6 +100,17 @@ def test_a_tenant_is_measured_by_its_own_chunks() -> None:
     assert server.kept(5001) == 0
 
 
+def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
+    server = Server()
+    for number in range(2 * HELD):
+        server.ask(number)
+        server.ask(number, tenant="b")
+    assert server.kept(5000) == server.kept(5000, tenant="b") == 0
+    server.lookup.forget_tenant("a")
+    assert {tenant for tenant, _ in server.lookup._doorkeeper._seen} == {"b"}
+    assert server.kept(5000) == 0 and server.kept(5000, tenant="b") == 1
+
+
 def test_small_memory_is_not_closed_by_a_few_chunks() -> None:
     chunks = ChunkRegistry(2 * SIZE)
     door, kept = Doorkeeper(chunks), 0

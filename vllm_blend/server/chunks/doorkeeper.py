@@ -12,7 +12,7 @@ from __future__ import annotations
 from cachetools import LRUCache
 
 from vllm_blend.core.plans import ChunkIds
-from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
+from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
 
 LEAST = 64
 """Chunks that must have been dropped, however few memory holds."""
@@ -29,16 +29,21 @@ class Doorkeeper:
 
     def __init__(self, chunks: ChunkRegistry) -> None:
         self._chunks = chunks
-        self._seen: LRUCache[bytes, None] = LRUCache(SEEN)
+        self._seen: LRUCache[tuple[str, bytes], None] = LRUCache(SEEN)
 
     def admits(self, chunk: ChunkIds) -> bool:
         """Whether a chunk that a request brings is to be kept; remembers one that is not."""
         if not self._chunks.turned_over(chunk.tenant, LEAST):
             return True
-        name = chunk_key(chunk.after(()))
+        name = chunk.tenant, chunk.digest
         if name not in self._seen:
             self._seen[name] = None
             return False
         del self._seen[name]
         self._chunks.used(chunk.tenant)
         return True
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets what a tenant brought."""
+        for name in [name for name in self._seen if name[0] == tenant]:
+            del self._seen[name]

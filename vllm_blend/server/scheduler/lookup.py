@@ -188,6 +188,7 @@ class Lookup:
     def forget_tenant(self, tenant: str) -> None:
         """Forgets a tenant's prompts."""
         self._recent.drop(tenant)
+        self._doorkeeper.forget_tenant(tenant)
 
     def marked(
         self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
