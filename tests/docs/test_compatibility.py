@@ -27,10 +27,8 @@ def test_the_page_is_up_to_date(module: Any) -> None:
     )
 
 
-def test_what_fails_is_told_and_nothing_else_does(module: Any) -> None:
-    rows = module.read()
-    assert {row.feature for row in rows if row.failed} == {*module.MISSED}
-    assert [row for row in rows if row.passed + row.failed > row.cases] == []
+def test_nothing_of_it_fails(module: Any) -> None:
+    assert [row for row in module.read() if row.failed or row.passed > row.cases] == []
 
 
 def marked(path: Path) -> Iterator[str]:
@@ -122,7 +120,7 @@ def row(state: str, family: str = "llama", test: str = "one") -> Row:
         ([row("yes", family=name) for name in "abcd"], "**yes** (4 families, 12)"),
         ([row("refused", family="every")], "refused (3)"),
         ([row("not run"), row("yes", test="two")], "not run (llama, 3); **yes** (llama, 3)"),
-        ([row("fails"), row("yes", test="two")], "fails (llama, 1 of 3); **yes** (llama, 3)"),
+        ([row("fails"), row("yes", test="two")], "fails (llama, 3); **yes** (llama, 3)"),
     ],
 )
 def test_a_cell_says_how_its_tests_went(
