@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm_blend.attention.base import RowPlaces, last_keys
 from vllm_blend.attention.cpu import virtual_requests
 from vllm_blend.attention.rotation import Rotation
 from vllm_blend.core.kv import StoredKV
-from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan
+from vllm_blend.core.plans import BlendPlan, ChunkSpan, CollectPlan, LaunchCopies
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.core.stage_clock import StageClock
 from vllm_blend.core.step import BlendStep, Status, StepRequest
@@ -24,6 +25,7 @@ from vllm_blend.model.collect import Collecting
 
 CPU = torch.device("cpu")
 NUM_LAYERS, PADDING = 3, 4
+COPIED_LAYERS = 7
 
 
 @dataclass
@@ -274,25 +276,32 @@ def test_collected_rows_are_found_among_those_that_are_computed(
 
 
 class Copies:
-    """Those of a GPU, made at once."""
+    """Those of a GPU, made late: compute waits for a layer's when two more are launched."""
 
     def __init__(self) -> None:
         self.launched: list[int] = []
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def launch(
-        self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def prepared(self, parts: Iterable[tuple[torch.Tensor, int]]) -> LaunchCopies:
+        assert not self.launched
+        return partial(self.launch, list(parts))
+
+    def launch(self, copies: list[tuple[torch.Tensor, int]], layer: int, rows: torch.Tensor) -> None:
+        late = [(place[layer], rows[:, at : at + place.shape[2]]) for place, at in copies]
+        self.make(self.waiting[: -len(copies)])
+        self.waiting = self.waiting[-len(copies) :] + late
         self.launched.append(layer)
-        for place, part in parts:
-            assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+
+    def make(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for place, part in copies:
             place.copy_(part)
 
 
 class Copied:
-    """Host rows as of a GPU: two layers, -1 where nothing was written."""
+    """Host rows as of a GPU, -1 where nothing was written."""
 
     def __init__(self, num_tokens: int, copies: Copies) -> None:
-        self.block = torch.full((2, 2, num_tokens, 1, 2), -1.0)
+        self.block = torch.full((COPIED_LAYERS, 2, num_tokens, 1, 2), -1.0)
         self.copies = copies
 
     def copied(self, first: int, count: int) -> tuple[Copies, torch.Tensor]:
@@ -315,14 +324,15 @@ def test_collected_rows_are_copied_once_a_layer_where_they_go(made: Made, data: 
         if data.draw(st.booleans()):
             plan.into = into[plan] = Copied(plan.num_tokens, copies)
     collecting = Collecting(step, None, step.num_rows, CPU, staged=True)
-    for layer in range(2):
+    for layer in range(COPIED_LAYERS):
         collecting.layer(layer, Rotation.none(4, torch.float32, CPU), key + layer, value)
-    assert copies.launched == ([0, 1] if into else [])
+    copies.make(copies.waiting)
+    assert copies.launched == ([*range(COPIED_LAYERS)] if into else [])
     for request, plan in step.collected:
-        expected = torch.full((2, 2, plan.num_tokens, 1, 2), -1.0)
+        expected = torch.full((COPIED_LAYERS, 2, plan.num_tokens, 1, 2), -1.0)
         for at in range(max(plan.start, request.position), min(plan.num_prompt_tokens, request.end)):
-            expected[:, 0, at - plan.start] = request.row + at - request.position
-            expected[1, 0, at - plan.start] += 1
+            keys = torch.arange(COPIED_LAYERS) + request.row + at - request.position
+            expected[:, 0, at - plan.start] = keys[:, None, None]
             expected[:, 1, at - plan.start] = at
         if plan in into:
             assert torch.equal(into[plan].block, expected) and not plan.kv

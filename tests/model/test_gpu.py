@@ -29,8 +29,8 @@ from vllm_blend.model.lookahead import Questions
 from vllm_blend.model.row_choice import RowChoice
 from vllm_blend.plugin import worker_messages
 from vllm_blend.plugin.step_requests import BlendModelState
+from vllm_blend.server.worker.chunk_memory import ChunkMemory
 from vllm_blend.server.worker.collected import HostCopies, HostRows
-from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.store.streaming_layers import StreamingKV, StreamingLayers
 
 pytestmark = pytest.mark.gpu
@@ -368,7 +368,7 @@ def test_stored_kv_may_lie_anywhere(
 ) -> None:
     """The answer is that of KV on the GPU; ``size``: of the windows of a chunked prefill."""
     prompt, plan = plan_for(engine, chunks, question[:1], question, recomp_ratio=0.3)
-    memory = PinnedMemory(1 << 26)
+    memory = ChunkMemory(1 << 26)
 
     def moved(kv: StoredKV, kind: str) -> StoredKV:
         if kind == "gpu":
@@ -378,9 +378,9 @@ def test_stored_kv_may_lie_anywhere(
             copies = HostCopies(kv.layers[0][0].device)
             rows = HostRows(memory.reserve(str(id(kv)).encode(), shape, kv.num_tokens), copies)
             _, places = rows.copied(0, kv.num_tokens)
+            launch = copies.prepared([(places, 0)])
             for index, layer in enumerate(kv.layers):
-                both = torch.stack(layer)
-                copies.launch(index, both, [(places[index], both)])
+                launch(index, torch.stack(layer))
             copies.end().synchronize()
             return rows.kv()
         layers = tuple((k.cpu(), v.cpu()) for k, v in kv.layers)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_blend.server.worker import strided_copy
-from vllm_blend.server.worker.strided_copy import copy_both
+from vllm_blend.server.worker.strided_copy import StridedCopies
 
 
 class Error(Enum):
@@ -64,18 +64,39 @@ def test_a_part_goes_to_its_place(place: Any, first: int, count: int, dtype: tor
     target = torch.full((4, 2, 20, 3, 10), -1.0, dtype=dtype, pin_memory=device.type == "cuda")
     expected = target.clone()
     expected[1, :, first : first + count] = source[:, 7 : 7 + count].cpu()
-    copy_both(target[1, :, first : first + count], source[:, 7 : 7 + count], stream)
+    copies = StridedCopies([(target[:, :, first : first + count], 7)])
+    copies.launch(1, source, stream)
     if device.type == "cuda":
         stream.synchronize()
     assert torch.equal(target, expected)
     assert runtime is None or runtime.calls == 1
 
 
+def test_parts_of_a_layer_go_each_to_its_own_place(place: Any) -> None:
+    device, stream, runtime = place
+    source = torch.arange(2 * 30 * 4, device=device).view(2, 30, 2, 2).to(torch.float16)
+    pinned = device.type == "cuda"
+    targets = [torch.zeros(3, 2, count, 2, 2).half() for count in (6, 9)]
+    targets = [target.pin_memory() if pinned else target for target in targets]
+    copies = StridedCopies([(targets[0], 20), (targets[1][:, :, 2:7], 1)])
+    for layer in range(3):
+        copies.launch(layer, source + 500 * layer, stream)
+        if pinned:
+            stream.synchronize()
+    for layer in range(3):
+        now = (source + 500 * layer).cpu()
+        assert torch.equal(targets[0][layer], now[:, 20:26])
+        assert torch.equal(targets[1][layer, :, 2:7], now[:, 1:6])
+    assert not targets[1][:, :, :2].any() and not targets[1][:, :, 7:].any()
+    assert runtime is None or runtime.calls == 6
+
+
 def test_an_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strided_copy, "_runtime", Runtime)
     both = torch.zeros(2, 5, 3)
+    copies = StridedCopies([(both[:1].expand(1, 2, 5, 3), 0)])  # K and V in one place
     with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync: cudaErrorInvalidValue"):
-        copy_both(both[:1].expand(2, 5, 3), both, SimpleNamespace(cuda_stream=77))  # type: ignore[arg-type]
+        copies.launch(0, both, SimpleNamespace(cuda_stream=77))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("found", [(Error.cudaSuccess, 0), (Error.cudaErrorInvalidValue, 0), None])

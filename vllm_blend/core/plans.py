@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -157,17 +157,20 @@ class KeyedPlan:
     tells_rows: bool = False
 
 
+LaunchCopies = Callable[[int, torch.Tensor], None]
+"""Copies all that a step collects of a layer: which, and its rows, ``[2, num_rows, num_kv_heads,
+head_size]``. Two launches later the rows may be written again by what the GPU computes then."""
+
+
 class Copies(Protocol):
     """Copies what a step collects beside its compute."""
 
-    def launch(
-        self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Copies parts of ``rows``, which are all that the step collects of this layer.
+    def prepared(self, parts: Iterable[tuple[torch.Tensor, int]]) -> LaunchCopies:
+        """A step's copies, to be launched layer by layer.
 
         Args:
-            parts: each one's place, and the part: K and V, ``[2, num_tokens, num_kv_heads,
-                head_size]``.
+            parts: each one's place, K and V, ``[num_layers, 2, num_tokens, num_kv_heads, head_size]``;
+                and its first row among a layer's.
         """
         ...
 

@@ -353,11 +353,11 @@ class Blending:
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called by each layer's attention in a step (``attention/base.py``)."""
         if self.collecting and self.step is not None and self.step.collected:
-            for _, plan in self.step.collected:
-                if plan.key is not None and plan.into is None:
-                    self.chunks.collect(plan, self.kv_shape, key.device)
             now = self._collecting
             if now is None or not now.fits(self.step, self._frame):
+                for _, plan in self.step.collected:
+                    if plan.key is not None and plan.into is None:
+                        self.chunks.collect(plan, self.kv_shape, key.device)
                 now = Collecting(self.step, self._frame, len(key), key.device)
                 self._collecting = now
             now.layer(layer.index, layer.rotation, key, value)

@@ -5,15 +5,17 @@ K comes rotated to its place; the layer's rotation is undone, so that it can sta
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_blend.attention.rotation import Angles, Rotation
 from vllm_blend.core.pipeline import sum_of_stages
-from vllm_blend.core.plans import CollectPlan, Copies
+from vllm_blend.core.plans import CollectPlan, Copies, LaunchCopies
 from vllm_blend.core.static_scores import scores_of
 from vllm_blend.core.step import BlendStep
 from vllm_blend.core.tensor_parallel import all_reduce_sum
@@ -22,6 +24,9 @@ from vllm_blend.model.guard import Guard, StepFailed
 
 BLOCK = 16
 """Rows of a block of the GPU memory in which a layer's rows wait to be copied."""
+
+STAGES = 3
+"""Layers whose rows wait at most: compute goes on when those of the second one before are copied."""
 
 
 class Part(NamedTuple):
@@ -66,10 +71,10 @@ class Collecting:
         if staged is None:
             staged = device.type == "cuda" and not any(part.plan.as_written for part in self._parts)
         self._staged = staged
-        self._copies: Copies | None = None
+        self._launch_copies: LaunchCopies | None = None
         if self._staged:
             self._stage(num_rows)
-            self._parts = [part for part in self._parts if not self._copied(part)]
+            self._prepare_copies()
 
     def fits(self, step: BlendStep, frame: ActiveRows | None) -> bool:
         """Whether these are the rows of a step's next layer: at a check layer others are chosen."""
@@ -77,36 +82,40 @@ class Collecting:
 
     def _stage(self, num_rows: int) -> None:
         """Gives each row that is kept a slot, in the rows' order."""
-        positions = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
-        slots = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
+        both = np.zeros((2, num_rows), dtype=np.int64)
+        positions, slots = both
+        slots[:] = -1
         for _, start, first, end in self._parts:
-            positions[first:end] = torch.arange(start, start + end - first, device="cpu")
+            positions[first:end] = np.arange(start, start + end - first)
             slots[first:end] = 0
-        kept = slots == 0
-        slots[kept] = torch.arange(int(kept.sum()), device="cpu")
+        kept = np.flatnonzero(slots == 0)
+        slots[kept] = np.arange(len(kept))
         self._parts = [
             Part(p, at, int(slots[row]), int(slots[row]) + end - row) for p, at, row, end in self._parts
         ]
-        self._num_blocks = -(-int(kept.sum()) // BLOCK)
-        both = torch.stack((positions, slots))
-        both = both.pin_memory() if self._device.type == "cuda" else both
-        self._positions, self._slots = both.to(self._device, non_blocking=True)
+        self._num_blocks = -(-len(kept) // BLOCK)
+        tables = torch.from_numpy(both)
+        tables = tables.pin_memory() if self._device.type == "cuda" else tables
+        self._positions, self._slots = tables.to(self._device, non_blocking=True)
         self._rows = torch.arange(num_rows, device=self._device)
         self._angles: dict[int, torch.Tensor] = {}
-        self._slices: list[slice] = []
-        self._places: list[tuple[torch.Tensor, ...]] = []  # of each layer
+        self._waiting: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = deque()
 
-    def _copied(self, part: Part) -> bool:
-        """Whether this part is copied beside the compute; then its places are found here, for all
-        layers: there, each call counts."""
-        plan, start, first, end = part
-        into = None if plan.into is None else plan.into.copied(start - plan.start, end - first)
-        if into is None:
-            return False
-        self._copies, places = into
-        self._slices.append(slice(first, end))
-        self._places.append(places.unbind())
-        return True
+    def _prepare_copies(self) -> None:
+        """Leaves to ``write`` the parts that are not copied beside the compute."""
+        copies: Copies | None = None
+        parts, written = [], []
+        for part in self._parts:
+            plan, start, first, end = part
+            into = None if plan.into is None else plan.into.copied(start - plan.start, end - first)
+            if into is None:
+                written.append(part)
+            else:
+                copies, places = into
+                parts.append((places, first))
+        self._parts = written
+        if copies is not None:
+            self._launch_copies = copies.prepared(parts)
 
     def layer(self, layer: int, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hands K and V of the rows that are kept to their plans.
@@ -114,13 +123,12 @@ class Collecting:
         Args:
             key, value: of all rows, ``[num_rows, num_kv_heads, head_size]``, K rotated.
         """
-        if self._staged and (self._parts or self._copies is not None):
+        if self._staged and (self._parts or self._launch_copies is not None):
             both = self._unrotated(rotation, key, value)
-            key, value = both
-            if self._copies is not None:
-                rows = [both[:, part] for part in self._slices]
-                places = [of_layers[layer] for of_layers in self._places]
-                self._copies.launch(layer, both, zip(places, rows, strict=True))
+            if self._launch_copies is not None:
+                self._launch_copies(layer, both)
+            if self._parts:
+                key, value = both
         for plan, start, first, end in self._parts:
             k, v = key[first:end], value[first:end]
             if not self._staged and not plan.as_written:
@@ -143,11 +151,16 @@ class Collecting:
         table = id(rotation.table)
         if table not in self._angles:
             self._angles[table] = rotation.inverse(self._positions)
-        size = 2, self._num_blocks, BLOCK, *key.shape[1:]
-        both = torch.empty(size, dtype=key.dtype, device=key.device)
-        (k, v), angles = both, self._angles[table]
+        if len(self._waiting) < STAGES:
+            size = 2, self._num_blocks, BLOCK, *key.shape[1:]
+            both = torch.empty(size, dtype=key.dtype, device=key.device)
+            self._waiting.append((both[0], both[1], both.flatten(1, 2)))
+        else:
+            self._waiting.rotate(-1)
+        k, v, both = self._waiting[-1]
+        angles = self._angles[table]
         launch(key, value, self._rows, self._slots, angles, k, v, rotation.is_neox_style)
-        return both.flatten(1, 2)
+        return both
 
 
 def _choices(frame: ActiveRows | None) -> int:

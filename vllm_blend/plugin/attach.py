@@ -39,7 +39,7 @@ from vllm_blend.plugin.step_requests import state_class
 from vllm_blend.server.chunks.chunk_registry import bytes_per_token
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.server.worker.chunk_cache import ChunkCache
-from vllm_blend.server.worker.pinned_memory import PinnedMemory
+from vllm_blend.server.worker.chunk_memory import ChunkMemory
 from vllm_blend.server.worker.tier_io import TierIO
 from vllm_blend.store.adapters import Adapters
 
@@ -119,9 +119,8 @@ def attach(
     if settings is not None and blending.unsupported is None:
         if settings.store is not None:
             blending.chunks.tiers = TierIO.open(settings.store, vllm_config, blending.kv_shape)
-        if vllm_config.device_config.device_type == "cuda":
-            num_bytes = settings.collect_bytes(bytes_per_token(vllm_config))
-            blending.chunks.memory = PinnedMemory(num_bytes // num_ranks())
+        num_bytes = settings.collect_bytes(bytes_per_token(vllm_config))
+        blending.chunks.memory = ChunkMemory(num_bytes // num_ranks())
     if blending.unsupported is not None:
         report_unsupported(vllm_config, blending.unsupported)
     on_attached(blending, vllm_config)

@@ -118,8 +118,8 @@ class ServerSettings:
         min_chunk_tokens: shorter chunks are computed afresh, also those that a request names.
         max_chunk_tokens: longer chunks are cut into pieces that are chunks of their own. One is
             computed, kept and loaded as a whole.
-        ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package. With a GPU
-            an eighth more is reserved, so that chunks of any size find room in one piece.
+        ram_gb: memory for chunks' KV, in units of 10**9 bytes, as all sizes of this package. An
+            eighth more is reserved from the start, so that chunks of any size find room in one piece.
         store: a store's values (``store/config.py``), instead of ``ram_gb``: chunks lie in its memory,
             are written to its other tiers later, and are found there again.
         step_rows: rows that a step computes at most; a blended prompt's reused tokens do not count, so
@@ -218,7 +218,7 @@ class ServerSettings:
         return int(0.9 * self.store["host_gb"] * 1e9)
 
     def collect_bytes(self, token_bytes: int) -> int:
-        """Host memory for chunks that a GPU computes: for all that are kept, and an eighth more for
+        """Host memory for chunks that are computed: for all that are kept, and an eighth more for
         holes between them. With a store, which has memory of its own, for two of the longest on their
         way there, a tenth of ``host_gb`` at most.
 

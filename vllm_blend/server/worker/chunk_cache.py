@@ -10,8 +10,8 @@ import torch
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan
 from vllm_blend.server.messages import Lost, WorkerCommands, WorkerEvents
+from vllm_blend.server.worker.chunk_memory import ChunkMemory
 from vllm_blend.server.worker.collected import Distances, HostCopies, HostRows
-from vllm_blend.server.worker.pinned_memory import PinnedMemory
 from vllm_blend.server.worker.tier_io import TierIO
 
 
@@ -25,7 +25,7 @@ class ChunkCache:
 
     def __init__(self) -> None:
         self.tiers: TierIO | None = None
-        self.memory = PinnedMemory(0)
+        self.memory = ChunkMemory(0)
         self._chunks: dict[ChunkKey, StoredKV] = {}
         self._lost: list[Lost] = []
         self._kept: list[ChunkKey] = []

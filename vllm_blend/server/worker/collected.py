@@ -1,7 +1,7 @@
 """Where a chunk's K and V go while they are computed: on a GPU no layer of them stays behind.
 
 A layer's rows are copied to host memory as attention hands them over, beside the layers that follow, so
-the GPU holds a step's rows of two layers at most. What is computed for scores alone is compared with
+the GPU holds a step's rows of three layers at most. What is computed for scores alone is compared with
 what is stored, and not kept at all.
 """
 
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import BlockLayers
+from vllm_blend.core.plans import LaunchCopies
 from vllm_blend.core.static_scores import apart
-from vllm_blend.server.worker.strided_copy import copy_both
+from vllm_blend.server.worker.strided_copy import StridedCopies
 
 
 class HostCopies:
@@ -27,31 +30,31 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._launched: deque[tuple[int, torch.cuda.Event, list[torch.Tensor]]] = deque()
+        self._launched: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
+        self._computed = torch.cuda.Event()
+        self._free: list[torch.cuda.Event] = []
 
-    def launch(
-        self, layer: int, rows: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Copies parts of a layer's rows, which nothing else may change.
+    def prepared(self, parts: Iterable[tuple[torch.Tensor, int]]) -> LaunchCopies:
+        """As ``Copies``'s.
 
-        Few calls, since a stream takes no more than some thousand copies that are not made: then the
-        host waits for the GPU, and with it whoever else wants something of the engine.
-
-        Args:
-            rows: the memory that all parts are in.
-            parts: each one's place on the host, and the part, both ``[2, ...]``.
+        Few calls a layer, since a stream takes no more than some thousand copies that are not made:
+        then the host waits for the GPU, and with it whoever else wants something of the engine.
         """
+        return partial(self._launch, StridedCopies(parts))
+
+    def _launch(self, copies: StridedCopies, layer: int, rows: torch.Tensor) -> None:
         compute = torch.cuda.current_stream(self._stream.device)
-        while self._launched and self._launched[0][0] not in (layer, layer - 1):
-            compute.wait_event(self._launched.popleft()[1])
-        self._stream.wait_stream(compute)
-        held = [rows]
-        with torch.cuda.stream(self._stream):
-            for place, part in parts:
-                copy_both(place, part, self._stream)
-                held.append(place)
+        while len(self._launched) > 1:
+            event, _ = self._launched.popleft()
+            compute.wait_event(event)
+            self._free.append(event)
+        self._computed.record(compute)
+        self._stream.wait_event(self._computed)
+        copies.launch(layer, rows, self._stream)
+        event = self._free.pop() if self._free else torch.cuda.Event()
+        event.record(self._stream)
         # held until compute has waited for the copies: then their memory may be used again
-        self._launched.append((layer, self._stream.record_event(), held))
+        self._launched.append((event, [rows, copies]))
 
     def end(self) -> torch.cuda.Event:
         """To be called once a chunk's copies are launched: what a host thread waits for that reads
@@ -64,12 +67,13 @@ class HostCopies:
         """Lets what is launched from now on read what the copies wrote."""
         if self._launched:  # compute has waited for others, or they are done
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._free += [event for event, _ in self._launched]
             self._launched.clear()
 
     def release(self) -> None:
         """Lets go of rows that are copied; does not wait."""
-        while self._launched and self._launched[0][1].query():
-            self._launched.popleft()
+        while self._launched and self._launched[0][0].query():
+            self._free.append(self._launched.popleft()[0])
 
 
 class HostRows:

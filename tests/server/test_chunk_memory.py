@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+import resource
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.layers import BlockLayers
 from vllm_blend.model.kv_loader import joined
+from vllm_blend.server.worker.chunk_memory import ChunkMemory
 from vllm_blend.server.worker.collected import HostCopies, HostRows
-from vllm_blend.server.worker.pinned_memory import PinnedMemory
+from vllm_blend.store.arena import LEFT_FREE, TOUCHED_AT_ONCE
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -28,7 +35,7 @@ def chunk(num_tokens: int, seed: int, device: str) -> StoredKV:
     return StoredKV(tuple((one(), one()) for _ in range(3)))
 
 
-def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
+def copied(memory: ChunkMemory, key: bytes, kv: StoredKV) -> StoredKV:
     """A copy in ``memory``, as it is made of what is collected."""
     device = kv.layers[0][0].device
     copies = HostCopies(device) if device.type == "cuda" else None
@@ -43,8 +50,8 @@ def copied(memory: PinnedMemory, key: bytes, kv: StoredKV) -> StoredKV:
                 part = both[:, first : first + 7]
                 found = rows.copied(first, part.shape[1])
                 assert found is not None and found[0] is copies
-                parts.append((found[1][index], part))
-            copies.launch(index, both, parts)
+                parts.append((found[1], first))
+            copies.prepared(parts)(index, both)
     if copies is not None:
         copies.end().synchronize()
     return rows.kv()
@@ -61,7 +68,7 @@ def same(one: StoredKV, two: StoredKV) -> bool:
 def test_what_is_kept_and_held_is_not_overwritten(device: str) -> None:
     """Chunks come and go at random; some are held by requests beyond that, in part."""
     choose = random.Random(0)
-    memory = PinnedMemory(64 << 10)
+    memory = ChunkMemory(64 << 10)
     kept: dict[bytes, tuple[StoredKV, StoredKV]] = {}
     held: list[tuple[StoredKV, StoredKV]] = []
     overflows = 0
@@ -94,7 +101,7 @@ def test_with_an_eighth_more_nearly_all_chunks_find_room_in_one_piece() -> None:
     budget = 60 * 1250 * 192
     sizes: dict[int, tuple[int, torch.Tensor]] = {}
     for share, most in ((8, None), (9, 0.03)):
-        memory, apart = PinnedMemory(budget * share // 8), 0
+        memory, apart = ChunkMemory(budget * share // 8), 0
         sizes.clear()
         for turn in range(1500):
             num_tokens = choose.randint(900, 1250)
@@ -108,9 +115,58 @@ def test_with_an_eighth_more_nearly_all_chunks_find_room_in_one_piece() -> None:
         assert apart > 100 if most is None else apart < most * 1500
 
 
+def test_memory_is_there_before_it_is_used() -> None:
+    """What lies in it stays, also where it lies while Linux gives the rest."""
+    pages, process = 3 * TOUCHED_AT_ONCE // 2, psutil.Process()
+    memory = ChunkMemory(pages, pinned=False)
+    kept = copied(memory, b"a", source := chunk(33, 1, "cpu"))
+    before = process.memory_info().rss
+    thread = memory._arena.touch_beside()
+    assert thread is not None
+    thread.join()
+    assert process.memory_info().rss - before > 0.9 * pages
+    assert same(kept, source)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory._arena._bytes[len(memory._arena._bytes) // 2 :] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 5
+
+
+def test_little_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ChunkMemory(4 * TOUCHED_AT_ONCE, pinned=False)
+    left = [LEFT_FREE + 3 * TOUCHED_AT_ONCE // 2, LEFT_FREE + TOUCHED_AT_ONCE // 2]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=left.pop(0)))
+    before = psutil.Process().memory_info().rss
+    thread = memory._arena.touch_beside()
+    assert thread is not None
+    thread.join()
+    assert not left and psutil.Process().memory_info().rss - before < 2 * TOUCHED_AT_ONCE
+
+
+def test_a_block_that_is_given_up_is_touched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that ends at once does not wait for its memory."""
+    asked, seen = threading.Event(), threading.Event()
+
+    def available() -> Any:
+        asked.set()
+        assert seen.wait(10)
+        return SimpleNamespace(available=1 << 40)
+
+    monkeypatch.setattr(psutil, "virtual_memory", available)
+    memory = ChunkMemory(64 * TOUCHED_AT_ONCE, pinned=False)
+    given_up = weakref.ref(memory._arena)
+    thread = memory._arena.touch_beside()
+    assert thread is not None and asked.wait(10)
+    before = psutil.Process().memory_info().rss
+    del memory
+    seen.set()
+    thread.join(10)
+    assert not thread.is_alive() and given_up() is None
+    assert psutil.Process().memory_info().rss - before < 4 * TOUCHED_AT_ONCE
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
-    whole = copied(PinnedMemory(1 << 20), b"a", chunk(33, 1, "cpu"))
+    whole = copied(ChunkMemory(1 << 20), b"a", chunk(33, 1, "cpu"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
     for part in (slice(None), slice(3, 20)):
         kv = whole.tokens(*part.indices(33)[:2])
@@ -125,7 +181,7 @@ def test_addresses_are_the_tensors_own(monkeypatch: pytest.MonkeyPatch, on_gpu: 
 
 @pytest.mark.gpu
 def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
-    memory = PinnedMemory(1 << 20)
+    memory = ChunkMemory(1 << 20)
     source = chunk(33, 1, "cuda")
     copy = copied(memory, b"a", source)
     assert all(t.is_pinned() for pair in copy.layers for t in pair)
@@ -137,6 +193,6 @@ def test_a_gpu_can_copy_it_while_the_host_goes_on() -> None:
 
 
 def test_no_room_at_all(device: str) -> None:
-    memory = PinnedMemory(0)
+    memory = ChunkMemory(0)
     source = chunk(5, 1, device)
     assert same(copied(memory, b"a", source), source)

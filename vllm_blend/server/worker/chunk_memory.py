@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from while the host goes on, for a server's chunks."""
+"""Host memory for a server's chunks, reserved at once; a GPU copies from it while the host goes on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm_blend.core.plans import ChunkKey
 from vllm_blend.store.arena import Arena, Extent, use_huge_pages
 
 
-class PinnedMemory:
-    """Chunks' KV in one block of page-locked memory, reserved at once.
+class ChunkMemory:
+    """Chunks' KV in one block of memory, page-locked where there is a GPU.
 
     (torch's own pinned memory comes in powers of two, which for chunks is up to twice what they need.)
 
@@ -41,6 +41,11 @@ class PinnedMemory:
             self._extents[key] = extent
             memory = self._arena.tensor(extent, num_bytes)
         return memory.view(shape.dtype).view(size)
+
+    def touch_beside(self) -> None:
+        """To be called once the engine is up: has Linux back what is not page-locked, beside whatever
+        runs (``store/arena.py``)."""
+        self._arena.touch_beside()
 
     def free(self, key: ChunkKey) -> None:
         """Gives a chunk's memory back, once nobody holds its KV; one that is not here is no error."""
