@@ -117,7 +117,7 @@ def test_with_an_eighth_more_nearly_all_chunks_find_room_in_one_piece() -> None:
 
 def test_memory_is_there_before_it_is_used() -> None:
     """What lies in it stays, also where it lies while Linux gives the rest."""
-    pages, process = 3 * TOUCHED_AT_ONCE // 2, psutil.Process()
+    pages, process = 33 * TOUCHED_AT_ONCE // 2, psutil.Process()
     memory = ChunkMemory(pages, pinned=False)
     kept = copied(memory, b"a", source := chunk(33, 1, "cpu"))
     before = process.memory_info().rss

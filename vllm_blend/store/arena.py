@@ -9,8 +9,8 @@ tensor, or any view of it, is alive, and is then neither moved nor given away.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
+import time
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -27,8 +27,11 @@ from vllm_blend.store.record import PAGE
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23
 """Linux' numbers; the second from 5.14 on."""
 
-TOUCHED_AT_ONCE = 1 << 25
-"""Bytes that ``Arena.touch_beside`` has backed by a call: 5 to 80 ms."""
+TOUCHED_AT_ONCE = 1 << 21
+"""Bytes that ``Arena.touch_beside`` has backed by a call: meanwhile malloc may have to wait."""
+
+TOUCHING = 0.25
+"""Share of the time that it takes."""
 
 LEFT_FREE = 1 << 30
 """Bytes of the machine's memory that it leaves free."""
@@ -130,7 +133,7 @@ class Arena:
         little memory, the rest is backed when it is used.
 
         Returns:
-            The thread that does it, which gives way to all others; None: nothing is to be done.
+            The thread that does it; None: nothing is to be done.
         """
         libc = ctypes.CDLL(None)
         if self._bytes is None or self._block.is_pinned() or not hasattr(libc, "madvise"):
@@ -138,16 +141,16 @@ class Arena:
         address, size, arena = self._bytes.ctypes.data, self.size, weakref.ref(self)
 
         def touch() -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             for offset in range(0, size, TOUCHED_AT_ONCE):
                 held = arena()  # so that its memory stays while it is touched, and no longer
                 if held is None or psutil.virtual_memory().available < LEFT_FREE + TOUCHED_AT_ONCE:
                     return
                 count = min(TOUCHED_AT_ONCE, size - offset)
-                place = ctypes.c_void_p(address + offset)
+                place, start = ctypes.c_void_p(address + offset), time.perf_counter()
                 if libc.madvise(place, ctypes.c_size_t(count), MADV_POPULATE_WRITE):
                     return
                 del held
+                time.sleep((time.perf_counter() - start) * (1 / TOUCHING - 1))
 
         thread = threading.Thread(target=touch, name="touch-memory", daemon=True)
         thread.start()
