@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
-import threading
-import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -116,52 +113,25 @@ def test_with_an_eighth_more_nearly_all_chunks_find_room_in_one_piece() -> None:
 
 
 def test_memory_is_there_before_it_is_used() -> None:
-    """What lies in it stays, also where it lies while Linux gives the rest."""
-    pages, process = 33 * TOUCHED_AT_ONCE // 2, psutil.Process()
-    memory = ChunkMemory(pages, pinned=False)
-    kept = copied(memory, b"a", source := chunk(33, 1, "cpu"))
+    """What lies in it stays."""
+    size, process = 5 * TOUCHED_AT_ONCE // 2, psutil.Process()
     before = process.memory_info().rss
-    thread = memory._arena.touch_beside()
-    assert thread is not None
-    thread.join()
-    assert process.memory_info().rss - before > 0.9 * pages
-    assert same(kept, source)
+    memory = ChunkMemory(size, pinned=False)
+    assert process.memory_info().rss - before > 0.9 * size
+    kept = copied(memory, b"a", source := chunk(33, 1, "cpu"))
+    assert memory._arena.touch() and same(kept, source)
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    memory._arena._bytes[len(memory._arena._bytes) // 2 :] = 1
+    memory._arena._bytes[size // 2 :] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 5
 
 
-def test_little_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = ChunkMemory(4 * TOUCHED_AT_ONCE, pinned=False)
-    left = [LEFT_FREE + 3 * TOUCHED_AT_ONCE // 2, LEFT_FREE + TOUCHED_AT_ONCE // 2]
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=left.pop(0)))
-    before = psutil.Process().memory_info().rss
-    thread = memory._arena.touch_beside()
-    assert thread is not None
-    thread.join()
-    assert not left and psutil.Process().memory_info().rss - before < 2 * TOUCHED_AT_ONCE
-
-
-def test_a_block_that_is_given_up_is_touched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that ends at once does not wait for its memory."""
-    asked, seen = threading.Event(), threading.Event()
-
-    def available() -> Any:
-        asked.set()
-        assert seen.wait(10)
-        return SimpleNamespace(available=1 << 40)
-
-    monkeypatch.setattr(psutil, "virtual_memory", available)
-    memory = ChunkMemory(64 * TOUCHED_AT_ONCE, pinned=False)
-    given_up = weakref.ref(memory._arena)
-    thread = memory._arena.touch_beside()
-    assert thread is not None and asked.wait(10)
-    before = psutil.Process().memory_info().rss
-    del memory
-    seen.set()
-    thread.join(10)
-    assert not thread.is_alive() and given_up() is None
-    assert psutil.Process().memory_info().rss - before < 4 * TOUCHED_AT_ONCE
+def test_of_little_memory_none_is_taken_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, before = TOUCHED_AT_ONCE, psutil.Process().memory_info().rss
+    little = SimpleNamespace(available=size + LEFT_FREE - 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    memory = ChunkMemory(size, pinned=False)
+    assert psutil.Process().memory_info().rss - before < size // 2
+    assert not memory._arena.touch()
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -179,7 +179,6 @@ def _probe(stock: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     if blending is not None and ServerSettings.of(worker.vllm_config) is not None:
         note_weights(worker)
         end_without_collection()
-        blending.chunks.memory.touch_beside()
     return result
 
 

@@ -9,11 +9,10 @@ tensor, or any view of it, is alive, and is then neither moved nor given away.
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +26,11 @@ from vllm_blend.store.record import PAGE
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23
 """Linux' numbers; the second from 5.14 on."""
 
-TOUCHED_AT_ONCE = 1 << 21
-"""Bytes that ``Arena.touch_beside`` has backed by a call: meanwhile malloc may have to wait."""
-
-TOUCHING = 0.25
-"""Share of the time that it takes."""
+TOUCHED_AT_ONCE = 1 << 25
+"""Bytes that a thread has backed by a call (``Arena.touch``)."""
 
 LEFT_FREE = 1 << 30
-"""Bytes of the machine's memory that it leaves free."""
+"""Bytes of the machine's memory that it leaves free, or it does nothing."""
 
 
 @dataclass(eq=False)
@@ -127,34 +123,26 @@ class Arena:
             extent.view = weakref.ref(view)
         return torch.from_numpy(view)[:num_bytes]  # torch holds `view` itself, not just its base
 
-    def touch_beside(self) -> threading.Thread | None:
-        """Has Linux back the host's memory before it is used, as page-locked memory is: in a virtual
-        machine that may take 5 ms for 2 MiB, which a prefill would wait for. Where the machine has too
-        little memory, the rest is backed when it is used.
+    def touch(self) -> bool:
+        """Has Linux back all of the host's memory now, as page-locked memory is: else whoever writes
+        to a page first waits for it, in a virtual machine up to 5 ms for 2 MiB. What lies in it stays.
 
         Returns:
-            The thread that does it; None: nothing is to be done.
+            Whether it is backed; not where Linux is too old, or the machine has too little memory.
         """
         libc = ctypes.CDLL(None)
         if self._bytes is None or self._block.is_pinned() or not hasattr(libc, "madvise"):
-            return None
-        address, size, arena = self._bytes.ctypes.data, self.size, weakref.ref(self)
+            return self._block.is_pinned()
+        if psutil.virtual_memory().available < self.size + LEFT_FREE:
+            return False
+        address = self._bytes.ctypes.data
 
-        def touch() -> None:
-            for offset in range(0, size, TOUCHED_AT_ONCE):
-                held = arena()  # so that its memory stays while it is touched, and no longer
-                if held is None or psutil.virtual_memory().available < LEFT_FREE + TOUCHED_AT_ONCE:
-                    return
-                count = min(TOUCHED_AT_ONCE, size - offset)
-                place, start = ctypes.c_void_p(address + offset), time.perf_counter()
-                if libc.madvise(place, ctypes.c_size_t(count), MADV_POPULATE_WRITE):
-                    return
-                del held
-                time.sleep((time.perf_counter() - start) * (1 / TOUCHING - 1))
+        def touched(offset: int) -> bool:
+            place, size = ctypes.c_void_p(address + offset), min(TOUCHED_AT_ONCE, self.size - offset)
+            return not libc.madvise(place, ctypes.c_size_t(size), MADV_POPULATE_WRITE)
 
-        thread = threading.Thread(target=touch, name="touch-memory", daemon=True)
-        thread.start()
-        return thread
+        with ThreadPoolExecutor() as threads:  # ctypes lets go of Python's lock
+            return all(threads.map(touched, range(0, self.size, TOUCHED_AT_ONCE)))
 
     def collect(self) -> None:
         """Takes back what was given back while in use, and is not any more."""

@@ -23,6 +23,7 @@ class ChunkMemory:
 
     def __init__(self, num_bytes: int, pinned: bool | None = None) -> None:
         self._arena = Arena(num_bytes, pinned)
+        self._arena.touch()
         self._extents: dict[ChunkKey, Extent] = {}
 
     def reserve(self, key: ChunkKey, shape: KVShape, num_tokens: int) -> torch.Tensor:
@@ -41,11 +42,6 @@ class ChunkMemory:
             self._extents[key] = extent
             memory = self._arena.tensor(extent, num_bytes)
         return memory.view(shape.dtype).view(size)
-
-    def touch_beside(self) -> None:
-        """To be called once the engine is up: has Linux back what is not page-locked, beside whatever
-        runs (``store/arena.py``)."""
-        self._arena.touch_beside()
 
     def free(self, key: ChunkKey) -> None:
         """Gives a chunk's memory back, once nobody holds its KV; one that is not here is no error."""
