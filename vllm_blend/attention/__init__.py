@@ -2,8 +2,8 @@
 
 Each file subclasses the stock ``AttentionImpl`` of its backend, and adds three things: ``metadata``,
 which describes the rows that are computed; ``fuse``, which writes a layer's stored KV to the paged
-cache; and a ``forward`` that calls ``join`` (``base.py``) before it attends, which keeps collected KV
-and fuses stored KV. They run where vLLM calls its attention op, compiled graphs or not.
+cache; and a ``forward`` that calls ``join`` (``base.py``), which keeps collected KV and fuses stored
+KV. They run where vLLM calls its attention op, compiled graphs or not.
 """
 
 from __future__ import annotations

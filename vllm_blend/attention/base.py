@@ -116,7 +116,8 @@ class LayerBlend:
 
 
 class BlendAttention:
-    """Mixin for a stock ``AttentionImpl``, whose ``forward`` calls ``join`` before it attends."""
+    """Mixin for a stock ``AttentionImpl``, whose ``forward`` calls ``join``: before it attends from
+    some rows alone; else before or after."""
 
     blend: LayerBlend | None = None
     """Set where the engine can blend."""

@@ -53,9 +53,8 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.join(layer, query, key, value, attn_metadata)
         if not isinstance(attn_metadata, FlashAttentionBlendMetadata):
-            return super().forward(
+            found = super().forward(
                 layer,
                 query,
                 key,
@@ -66,6 +65,10 @@ class FlashAttentionBlendImpl(FlashAttentionImpl, PagedFuse):  # stock first: it
                 output_scale,
                 output_block_scale,
             )
+            # what is kept is kept while the GPU attends
+            self.join(layer, query, key, value, attn_metadata)
+            return found
+        self.join(layer, query, key, value, attn_metadata)
         self.attend(layer, query, kv_cache, attn_metadata, output)
         return output
 
