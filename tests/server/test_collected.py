@@ -63,6 +63,18 @@ def test_a_long_chunk_is_cut_into_pieces(server: Engine) -> None:
     assert (report(found)["chunks"], report(found)["reused_tokens"]) == (3, 150)
 
 
+def test_chunks_lie_in_one_block_that_is_reserved_at_the_start(server: Engine) -> None:
+    prompt, spans = prompt_of(server, [4, 5], size=60)
+    outputs(server, [prompt], [{"spans": spans}])
+    drain(server)
+    chunks = server.model.blending.chunks
+    block = chunks.memory._arena._bytes
+    assert block.nbytes >= 0.05e9 * 9 / 8 - 4096 and len(chunks) >= 2
+    first, end = block.ctypes.data, block.ctypes.data + block.nbytes
+    for kv in chunks._chunks.values():
+        assert all(first <= part.data_ptr() < end for layer in kv.layers for part in layer)
+
+
 def test_vllm_sees_what_blending_takes_when_it_measures_memory(
     server: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
