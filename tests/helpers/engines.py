@@ -255,11 +255,11 @@ def make_llm(folder: Path, **options: Any) -> Iterator[Any]:
     )
     if torch.cuda.is_available():
         settings |= dict(kv_cache_memory_bytes=1 << 30)  # not what other tests' engines leave
-    if (server := options.get("additional_config", {}).get("vllm_blend")) is not None:
+    config = options.get("additional_config", {})
+    if "vllm_blend" in config and "store" not in config["vllm_blend"]:
         # reserved at once, which takes seconds by default
-        memory = {} if "store" in server else {"ram_gb": 0.2}
-        settings["additional_config"] = {"vllm_blend": memory | server}
-        del options["additional_config"]
+        server = {"ram_gb": 0.2} | config["vllm_blend"]
+        options["additional_config"] = config | {"vllm_blend": server}
     with transformers_untouched(), inspected_here():
         llm = None
         try:

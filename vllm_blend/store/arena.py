@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -130,19 +131,14 @@ class Arena:
         Returns:
             Whether it is backed; not where Linux is too old, or the machine has too little memory.
         """
-        libc = ctypes.CDLL(None)
-        if self._bytes is None or self._block.is_pinned() or not hasattr(libc, "madvise"):
-            return self._block.is_pinned()
-        if psutil.virtual_memory().available < self.size + LEFT_FREE:
+        if self._block.is_pinned():
+            return True
+        if self._bytes is None or psutil.virtual_memory().available < self.size + LEFT_FREE:
             return False
-        address = self._bytes.ctypes.data
-
-        def touched(offset: int) -> bool:
-            place, size = ctypes.c_void_p(address + offset), min(TOUCHED_AT_ONCE, self.size - offset)
-            return not libc.madvise(place, ctypes.c_size_t(size), MADV_POPULATE_WRITE)
-
+        starts = range(0, self.size, TOUCHED_AT_ONCE)
+        pieces = [self._bytes[start : self.size][:TOUCHED_AT_ONCE] for start in starts]
         with ThreadPoolExecutor() as threads:  # ctypes lets go of Python's lock
-            return all(threads.map(touched, range(0, self.size, TOUCHED_AT_ONCE)))
+            return all(threads.map(_advise, pieces, repeat(MADV_POPULATE_WRITE)))
 
     def collect(self) -> None:
         """Takes back what was given back while in use, and is not any more."""
@@ -255,6 +251,13 @@ def cheapest_window(extents: Iterable[Extent], arena_size: int, size: int) -> tu
 
 def use_huge_pages(memory: NDArray[np.uint8]) -> None:
     """Asks Linux for pages of 2 MiB; without them the first use of each 4 KiB is a fault."""
+    _advise(memory, MADV_HUGEPAGE)
+
+
+def _advise(memory: NDArray[np.uint8], advice: int) -> bool:
+    """Linux' ``madvise``; False where it is refused, or there is none."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "madvise") and memory.nbytes:
-        libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), MADV_HUGEPAGE)
+    if not hasattr(libc, "madvise"):
+        return False
+    size = ctypes.c_size_t(memory.nbytes)
+    return libc.madvise(ctypes.c_void_p(memory.ctypes.data), size, advice) == 0
