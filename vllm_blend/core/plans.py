@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -127,7 +127,7 @@ class ChunkIds:
 
     def after(self, context: tuple[int, ...]) -> ChunkIds:
         """The same text, computed after something else."""
-        other = replace(self, context=context)
+        other = ChunkIds(self.tenant, self.token_ids, context)
         other.__dict__["digest"] = self.digest  # not computed again
         return other
 

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_blend.attention.base import LayerBlend
@@ -110,6 +111,7 @@ class Blending:
         self._to_blend: Sequence[str] = ()
         self.collecting = True
         self._collecting: Collecting | None = None
+        self._first: Callable[[], None] | None = None
         self.guard = Guard()
 
     @property
@@ -191,6 +193,9 @@ class Blending:
                 run.output = run.alone()
             finally:
                 self.collecting = True
+        if run.error is None:
+            self.attempt(self._collect_first)  # of a stage of one layer
+        self._first = None
         self._unsettled = run
         return self.settle() if pipeline.is_last_stage() else run.output
 
@@ -352,15 +357,35 @@ class Blending:
 
     def collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
         """Called by each layer's attention in a step (``attention/base.py``)."""
-        if self.collecting and self.step is not None and self.step.collected:
-            now = self._collecting
-            if now is None or not now.fits(self.step, self._frame):
-                for _, plan in self.step.collected:
-                    if plan.key is not None and plan.into is None:
-                        self.chunks.collect(plan, self.kv_shape, key.device)
-                now = Collecting(self.step, self._frame, len(key), key.device)
-                self._collecting = now
-            now.layer(layer.index, layer.rotation, key, value)
+        if not self.collecting or self.step is None or not self.step.collected:
+            return
+        if self._collecting is None and self._first is None and self._outlasts_its_layer():
+            # a GPU gets the rest of this layer before the host prepares what is kept
+            self._first = partial(self._collect, layer, key, value)
+            return
+        self._collect_first()
+        self._collect(layer, key, value)
+
+    def _outlasts_its_layer(self) -> bool:
+        """Whether K and V that attention gets stay as they are while they are held: in a CUDA graph's
+        memory the next layer's may be."""
+        mode = get_forward_context().cudagraph_runtime_mode
+        return self._frame is None and mode == CUDAGraphMode.NONE
+
+    def _collect_first(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            first()
+
+    def _collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
+        assert self.step is not None
+        now = self._collecting
+        if now is None or not now.fits(self.step, self._frame):
+            for _, plan in self.step.collected:
+                if plan.key is not None and plan.into is None:
+                    self.chunks.collect(plan, self.kv_shape, key.device)
+            now = self._collecting = Collecting(self.step, self._frame, len(key), key.device)
+        now.layer(layer.index, layer.rotation, key, value)
 
     def take_blended(self) -> list[WindowNews]:
         """What was done since this was last called."""
