@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from engines import make_engine, tiny_model
-from vllm.config import CUDAGraphMode
-from vllm.forward_context import ForwardContext, override_forward_context
 
 from vllm_blend.attention.base import LayerBlend
 from vllm_blend.attention.rotation import Rotation
@@ -19,25 +15,22 @@ from vllm_blend.model.blending import Blending
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
-def test_the_first_layer_waits_for_the_second_unless_a_graph_owns_its_memory(
-    mode: CUDAGraphMode,
-) -> None:
-    """In a graph's memory the second layer's K and V may be where the first one's were."""
+def test_the_first_layer_waits_for_the_second_though_its_memory_does_not() -> None:
+    """In compiled code, or a graph's memory, the second layer's K and V may be where the first one's
+    were."""
     plan = CollectPlan(start=1, num_prompt_tokens=4)
     blending = Blending()
     blending.step = BlendStep([StepRequest(plan, 0, 0, 5, CPU)], [0, 5], "auto")
-    in_graph = mode != CUDAGraphMode.NONE
     memory = torch.empty(5, 1, 2)
     seen = []
-    with override_forward_context(ForwardContext({}, {}, {}, cudagraph_runtime_mode=mode)):
-        for index in range(3):
-            layer = LayerBlend(index, Rotation.none(8, torch.float32, CPU), SimpleNamespace())
-            k = memory.fill_(index) if in_graph else torch.full((5, 1, 2), float(index))
-            blending.collect(layer, k, k)
-            seen.append(len(plan.kv))
-    assert seen == ([1, 2, 3] if in_graph else [0, 2, 3])
-    assert [(k.unique().tolist(), len(v)) for k, v in plan.kv] == [([0.0], 3), ([1.0], 3), ([2.0], 3)]
+    for index in range(3):
+        layer = LayerBlend(index, Rotation.none(8, torch.float32, CPU), blending)
+        memory.fill_(index)
+        blending.collect(layer, memory, memory + 0.5)
+        seen.append(len(plan.kv))
+    assert seen == [0, 2, 3]
+    found = [(k.unique().tolist(), v.unique().tolist(), len(k)) for k, v in plan.kv]
+    assert found == [([0.0], [0.5], 3), ([1.0], [1.5], 3), ([2.0], [2.5], 3)]
 
 
 def test_a_model_of_one_layer_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -14,7 +14,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_blend.attention.base import LayerBlend
@@ -359,18 +358,13 @@ class Blending:
         """Called by each layer's attention in a step (``attention/base.py``)."""
         if not self.collecting or self.step is None or not self.step.collected:
             return
-        if self._collecting is None and self._first is None and self._outlasts_its_layer():
-            # a GPU gets the rest of this layer before the host prepares what is kept
-            self._first = partial(self._collect, layer, key, value)
+        if self._collecting is None and self._first is None and self._frame is None:
+            # a GPU gets the rest of this layer before the host prepares what is kept; copies, since
+            # compiled code uses their memory again
+            self._first = partial(self._collect, layer, key.clone(), value.clone())
             return
         self._collect_first()
         self._collect(layer, key, value)
-
-    def _outlasts_its_layer(self) -> bool:
-        """Whether K and V that attention gets stay as they are while they are held: in a CUDA graph's
-        memory the next layer's may be."""
-        mode = get_forward_context().cudagraph_runtime_mode
-        return self._frame is None and mode == CUDAGraphMode.NONE
 
     def _collect_first(self) -> None:
         first, self._first = self._first, None
