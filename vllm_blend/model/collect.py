@@ -139,8 +139,9 @@ class Collecting:
         """Of a run of positions, which is the same in all layers."""
         run = id(rotation.table), start, count
         if run not in self._runs:
-            positions = torch.arange(start, start + count, device=self._device)
-            self._runs[run] = rotation.back(positions)
+            cos, sin = rotation.back(torch.arange(start, start + count, device=self._device))
+            # in fp64, in which the angles are for K in fp32, it takes a CPU three times as long
+            self._runs[run] = cos.float(), sin.float()
         return self._runs[run]
 
     def _unrotated(self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
