@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engines import make_engine, tiny_model
@@ -31,6 +33,19 @@ def test_the_first_layer_waits_for_the_second_though_its_memory_does_not() -> No
     assert seen == [0, 2, 3]
     found = [(k.unique().tolist(), v.unique().tolist(), len(k)) for k, v in plan.kv]
     assert found == [([0.0], [0.5], 3), ([1.0], [1.5], 3), ([2.0], [2.5], 3)]
+
+
+def test_what_a_failed_forward_left_is_not_kept_by_the_next_one() -> None:
+    blending = Blending()
+    layer = LayerBlend(0, Rotation.none(8, torch.float32, CPU), blending)
+    plans = [CollectPlan(num_prompt_tokens=3), CollectPlan(num_prompt_tokens=2)]
+    for plan, length in zip(plans, (3, 2), strict=True):
+        step = BlendStep([StepRequest(plan, 0, 0, length, CPU)], [0, length], "auto")
+        blending.begin([], lambda step=step: step)
+        blending.collect(layer, torch.ones(length, 1, 2), torch.ones(length, 1, 2))
+        assert not plan.kv  # it waits
+    blending.collect(replace(layer, index=1), torch.ones(2, 1, 2), torch.ones(2, 1, 2))
+    assert [len(plan.kv) for plan in plans] == [0, 2]
 
 
 def test_a_model_of_one_layer_is_kept(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -143,6 +143,7 @@ class Blending:
             to_blend: ids of the requests that have a plan to blend.
             plan: makes the step.
         """
+        self._first = None  # of a forward that failed
         self._begun, self._to_blend = self.guard.is_open, to_blend
         if self._begun:
             self.step = self.guard.attempt(plan, None)
