@@ -64,16 +64,16 @@ class Rotation:
     def inverse(self, positions: torch.Tensor) -> torch.Tensor:
         """The table of the rotation that undoes this one at ``positions``: ``[num_tokens, rotary_dim]``
         float32, cosines, then sines."""
-        return torch.cat(self.back(positions), dim=-1).squeeze(1).float()
+        return torch.cat(self.back(positions), dim=-1).squeeze(1)
 
     def back(self, positions: torch.Tensor) -> Angles:
-        """What turns K at ``positions`` back."""
+        """What turns K at ``positions`` back, in fp32: in fp64 a CPU takes longer for every layer."""
         if self.is_none:
             ones = torch.ones(len(positions), 1, 1, device=positions.device)
             return ones, ones - 1
         cos, sin = self._angles(positions)
         square = cos * cos + sin * sin  # not 1 where cosines are scaled (YaRN) or rounded
-        return cos / square, -sin / square
+        return (cos / square).float(), (-sin / square).float()
 
     def _angles(self, positions: torch.Tensor) -> Angles:
         wide = _wide(self.table.dtype)

@@ -29,7 +29,7 @@ from vllm_blend.core.window_news import WindowNews
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard, places_of
 from vllm_blend.model.adapter_rows import with_adapters
-from vllm_blend.model.collect import Collecting, keep
+from vllm_blend.model.collect import Layers, keep
 from vllm_blend.model.guard import Guard, StepFailed, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions
@@ -109,8 +109,7 @@ class Blending:
         self._begun = False
         self._to_blend: Sequence[str] = ()
         self.collecting = True
-        self._collecting: Collecting | None = None
-        self._first: Callable[[], None] | None = None
+        self._layers = Layers(lambda plan, device: self.chunks.collect(plan, self.kv_shape, device))
         self.guard = Guard()
 
     @property
@@ -143,7 +142,7 @@ class Blending:
             to_blend: ids of the requests that have a plan to blend.
             plan: makes the step.
         """
-        self._first = None  # of a forward that failed
+        self._layers.clear()
         self._begun, self._to_blend = self.guard.is_open, to_blend
         if self._begun:
             self.step = self.guard.attempt(plan, None)
@@ -193,9 +192,7 @@ class Blending:
                 run.output = run.alone()
             finally:
                 self.collecting = True
-        if run.error is None:
-            self.attempt(self._collect_first)  # of a stage of one layer
-        self._first = None
+        self.attempt(self._layers.end)
         self._unsettled = run
         return self.settle() if pipeline.is_last_stage() else run.output
 
@@ -206,7 +203,8 @@ class Blending:
         Returns:
             What the stage has computed; None: nothing has run since this was last called.
         """
-        run, self._unsettled, self._collecting = self._unsettled, None, None
+        run, self._unsettled = self._unsettled, None
+        self._layers.clear()
         if run is None:
             return None
         try:
@@ -359,28 +357,7 @@ class Blending:
         """Called by each layer's attention in a step (``attention/base.py``)."""
         if not self.collecting or self.step is None or not self.step.collected:
             return
-        if self._collecting is None and self._first is None and self._frame is None:
-            # a GPU gets the rest of this layer before the host prepares what is kept; copies, since
-            # compiled code uses their memory again
-            self._first = partial(self._collect, layer, key.clone(), value.clone())
-            return
-        self._collect_first()
-        self._collect(layer, key, value)
-
-    def _collect_first(self) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            first()
-
-    def _collect(self, layer: LayerBlend, key: torch.Tensor, value: torch.Tensor) -> None:
-        assert self.step is not None
-        now = self._collecting
-        if now is None or not now.fits(self.step, self._frame):
-            for _, plan in self.step.collected:
-                if plan.key is not None and plan.into is None:
-                    self.chunks.collect(plan, self.kv_shape, key.device)
-            now = self._collecting = Collecting(self.step, self._frame, len(key), key.device)
-        now.layer(layer.index, layer.rotation, key, value)
+        self._layers.hand_over(self.step, self._frame, layer, key, value)
 
     def take_blended(self) -> list[WindowNews]:
         """What was done since this was last called."""

@@ -6,13 +6,14 @@ K comes rotated to its place; the layer's rotation is undone, so that it can sta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_blend.attention.base import LayerBlend
 from vllm_blend.attention.rotation import Angles, Rotation
 from vllm_blend.core.pipeline import sum_of_stages
 from vllm_blend.core.plans import CollectPlan, Copies, LaunchCopies
@@ -139,9 +140,8 @@ class Collecting:
         """Of a run of positions, which is the same in all layers."""
         run = id(rotation.table), start, count
         if run not in self._runs:
-            cos, sin = rotation.back(torch.arange(start, start + count, device=self._device))
-            # in fp64, in which the angles are for K in fp32, it takes a CPU three times as long
-            self._runs[run] = cos.float(), sin.float()
+            positions = torch.arange(start, start + count, device=self._device)
+            self._runs[run] = rotation.back(positions)
         return self._runs[run]
 
     def _unrotated(self, rotation: Rotation, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -162,6 +162,61 @@ class Collecting:
         angles = self._angles[table]
         launch(key, value, self._rows, self._slots, angles, k, v, rotation.is_neox_style)
         return both
+
+
+class Layers:
+    """Hands a step's layers to its ``Collecting``. The first one waits for the second: a GPU gets the
+    rest of it before the host prepares what is kept.
+
+    Args:
+        begin: gives a server's plan a place for the K and V that come from a device.
+    """
+
+    def __init__(self, begin: Callable[[CollectPlan, torch.device], None]) -> None:
+        self._begin = begin
+        self._now: Collecting | None = None
+        self._first: Callable[[], None] | None = None
+
+    def hand_over(
+        self,
+        step: BlendStep,
+        frame: ActiveRows | None,
+        layer: LayerBlend,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """K and V of all rows of a layer; arguments as ``Collecting``'s."""
+        if self._now is None and self._first is None and frame is None:
+            # copies, since compiled code uses their memory again behind attention
+            self._first = partial(self._collect, step, frame, layer, key.clone(), value.clone())
+            return
+        self.end()
+        self._collect(step, frame, layer, key, value)
+
+    def end(self) -> None:
+        """Hands over what waits; of a model of one layer nothing else does."""
+        first, self._first = self._first, None
+        if first is not None:
+            first()
+
+    def clear(self) -> None:
+        """Lets go of the step, and of what a forward that failed left."""
+        self._now = self._first = None
+
+    def _collect(
+        self,
+        step: BlendStep,
+        frame: ActiveRows | None,
+        layer: LayerBlend,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        if self._now is None or not self._now.fits(step, frame):
+            for _, plan in step.collected:
+                if plan.key is not None and plan.into is None:
+                    self._begin(plan, key.device)
+            self._now = Collecting(step, frame, len(key), key.device)
+        self._now.layer(layer.index, layer.rotation, key, value)
 
 
 def _choices(frame: ActiveRows | None) -> int:
