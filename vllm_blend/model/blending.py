@@ -29,7 +29,7 @@ from vllm_blend.core.window_news import WindowNews
 from vllm_blend.model import rows
 from vllm_blend.model.active_rows import ActiveRows, LastLayerHeard, places_of
 from vllm_blend.model.adapter_rows import with_adapters
-from vllm_blend.model.collect import Layers, keep
+from vllm_blend.model.collect import Handed, Layers, keep
 from vllm_blend.model.guard import Guard, StepFailed, digest
 from vllm_blend.model.kv_loader import STAGED, InFlight
 from vllm_blend.model.lookahead import Questions
@@ -357,7 +357,7 @@ class Blending:
         """Called by each layer's attention in a step (``attention/base.py``)."""
         if not self.collecting or self.step is None or not self.step.collected:
             return
-        self._layers.hand_over(self.step, self._frame, layer, key, value)
+        self._layers.hand_over(Handed(self.step, self._frame, layer, key, value))
 
     def take_blended(self) -> list[WindowNews]:
         """What was done since this was last called."""

@@ -164,6 +164,16 @@ class Collecting:
         return both
 
 
+class Handed(NamedTuple):
+    """K and V of all rows of a layer, ``[num_rows, num_kv_heads, head_size]``, and whose they are."""
+
+    step: BlendStep
+    frame: ActiveRows | None
+    layer: LayerBlend
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class Layers:
     """Hands a step's layers to its ``Collecting``. The first one waits for the second: a GPU gets the
     rest of it before the host prepares what is kept.
@@ -175,42 +185,29 @@ class Layers:
     def __init__(self, begin: Callable[[CollectPlan, torch.device], None]) -> None:
         self._begin = begin
         self._now: Collecting | None = None
-        self._first: Callable[[], None] | None = None
+        self._first: Handed | None = None
 
-    def hand_over(
-        self,
-        step: BlendStep,
-        frame: ActiveRows | None,
-        layer: LayerBlend,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """K and V of all rows of a layer; arguments as ``Collecting``'s."""
-        if self._now is None and self._first is None and frame is None:
+    def hand_over(self, layer: Handed) -> None:
+        """Takes a layer."""
+        if self._now is None and self._first is None and layer.frame is None:
             # copies, since compiled code uses their memory again behind attention
-            self._first = partial(self._collect, step, frame, layer, key.clone(), value.clone())
+            self._first = layer._replace(key=layer.key.clone(), value=layer.value.clone())
             return
         self.end()
-        self._collect(step, frame, layer, key, value)
+        self._collect(layer)
 
     def end(self) -> None:
         """Hands over what waits; of a model of one layer nothing else does."""
         first, self._first = self._first, None
         if first is not None:
-            first()
+            self._collect(first)
 
     def clear(self) -> None:
         """Lets go of the step, and of what a forward that failed left."""
         self._now = self._first = None
 
-    def _collect(
-        self,
-        step: BlendStep,
-        frame: ActiveRows | None,
-        layer: LayerBlend,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
+    def _collect(self, handed: Handed) -> None:
+        step, frame, layer, key, value = handed
         if self._now is None or not self._now.fits(step, frame):
             for _, plan in step.collected:
                 if plan.key is not None and plan.into is None:
