@@ -80,6 +80,17 @@ def test_undo_is_the_inverse_of_rotate(
     assert relative_error(undone, k) < CLOSE[dtype]
 
 
+@pytest.mark.parametrize("scale", [1, 1.19, 1.1, 0.7])
+def test_undo_makes_no_key_longer(scale: float) -> None:
+    """Rounding goes both ways, where cosines are scaled and hardly move (LongRoPE), too."""
+    angles = torch.arange(LONGEST)[:, None] * 1e-6
+    rotation = Rotation(scale * torch.cat([angles.cos(), angles.sin()], dim=1))
+    k = torch.randn(LONGEST, 200, 2, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(LONGEST)
+    found = rotation.undo(rotation.rotate(k, positions), positions)
+    assert abs(float(found.double().norm() / k.double().norm()) - 1) < 3e-9
+
+
 @settings(deadline=None, max_examples=40)
 @given(rotations(), st.integers(1, 4), st.integers(0, 999))
 def test_rotate_turns_each_pair(made: tuple[Rotation, int], count: int, seed: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -64,16 +65,26 @@ class Rotation:
     def inverse(self, positions: torch.Tensor) -> torch.Tensor:
         """The table of the rotation that undoes this one at ``positions``: ``[num_tokens, rotary_dim]``
         float32, cosines, then sines."""
-        return torch.cat(self.back(positions), dim=-1).squeeze(1)
+        return torch.cat(self.back(positions), dim=-1).squeeze(1).float()
 
     def back(self, positions: torch.Tensor) -> Angles:
-        """What turns K at ``positions`` back, in fp32: in fp64 a CPU takes longer for every layer."""
+        """What turns K at ``positions`` back: in fp32, which takes a CPU less time than fp64; in fp64
+        where cosines are scaled, whose inverse fp32 rounds the same way at every position."""
         if self.is_none:
             ones = torch.ones(len(positions), 1, 1, device=positions.device)
             return ones, ones - 1
         cos, sin = self._angles(positions)
         square = cos * cos + sin * sin  # not 1 where cosines are scaled (YaRN) or rounded
-        return (cos / square).float(), (-sin / square).float()
+        cos, sin = cos / square, -sin / square
+        if cos.dtype == torch.float64 and not self._is_scaled:
+            cos, sin = cos.float(), sin.float()
+        return cos, sin
+
+    @cached_property
+    def _is_scaled(self) -> bool:
+        """Of YaRN and LongRoPE, which make K longer."""
+        cos, sin = self.table[:1].to(torch.float64).chunk(2, dim=-1)
+        return bool(((cos * cos + sin * sin - 1).abs() > 1e-3).any())
 
     def _angles(self, positions: torch.Tensor) -> Angles:
         wide = _wide(self.table.dtype)
