@@ -68,8 +68,8 @@ class Rotation:
         return torch.cat(self.back(positions), dim=-1).squeeze(1).float()
 
     def back(self, positions: torch.Tensor) -> Angles:
-        """What turns K at ``positions`` back: in fp32, which takes a CPU less time than fp64; in fp64
-        where cosines are scaled, whose inverse fp32 rounds the same way at every position."""
+        """What turns K at ``positions`` back, in fp32, which takes a CPU less time than fp64. Scaled
+        cosines stay in fp64: in fp32 their inverse is rounded the same way at every position."""
         if self.is_none:
             ones = torch.ones(len(positions), 1, 1, device=positions.device)
             return ones, ones - 1
