@@ -61,7 +61,8 @@ def with_known_chunks(
 def drain(engine: Engine) -> None:
     """Steps until the engine's own requests are done."""
     core = engine.llm.llm_engine.engine_core.engine_core
-    while core.scheduler.has_requests():
+    idles_for = getattr(core.scheduler, "idles_for", float)  # vLLM's own has none
+    while idles_for() or core.scheduler.has_requests() or core.batch_queue:
         core.step_fn()
 
 

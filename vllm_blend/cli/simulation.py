@@ -256,7 +256,8 @@ class Simulation:
         """Steps until a time, or until there is nothing left to do."""
         from vllm_blend.server.scheduler.scheduler import STARTED
 
-        while self.scheduler.has_requests() and (until is None or self.now < until):
+        state = self.scheduler
+        while (state.idles_for() or state.has_requests()) and (until is None or self.now < until):
             output = self.scheduler.schedule()
             answer, seconds = self.stand_in.run(output, self.now)
             if not output.num_scheduled_tokens and (at := self.stand_in.next_load) is not None:

@@ -193,7 +193,7 @@ CALLED: Mapping[str, tuple[Member, ...]] = {
     "plugin/hooks.py": (
         Member("renderers.chat_utils", "load_chat_template", "chat_template, *, is_literal="),
         Member(_ENGINE, "EngineCoreProc.is_running", "self"),
-        Member(_ENGINE, "EngineCoreProc._handle_client_request", "self, request_type, request"),
+        Member(_ENGINE, "EngineCoreProc.has_work", "self"),
     ),
     "plugin/worker_messages.py": (Member("v1.outputs", "AsyncModelRunnerOutput.get_output", "self"),),
 }
@@ -306,8 +306,9 @@ READ: Mapping[str, tuple[Member, ...]] = {
         Member("renderers.registry", "RENDERER_REGISTRY.renderers"),
         Member("v1.engine.input_processor", "InputProcessor.vllm_config"),
         Member("v1.engine.output_processor", "OutputProcessor.request_states"),
-        *each(_ENGINE, "EngineCore", "scheduler", "model_executor", "batch_queue"),
-        *each(_ENGINE, "EngineCoreProc", "input_queue", "engines_running", "process_input_queue_block"),
+        *each(_ENGINE, "EngineCore", "scheduler", "model_executor"),
+        *each(_ENGINE, "EngineCoreProc", "input_queue", "process_input_queue_block"),
+        Member("v1.engine", "EngineCoreRequestType.WAKEUP"),
         Member("v1.executor.abstract", "Executor.is_sleeping"),
         *each("config.scheduler", "SchedulerConfig", "scheduler_cls", "async_scheduling"),
         Member("platforms", "current_platform"),

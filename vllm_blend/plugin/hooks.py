@@ -37,8 +37,8 @@ vLLM is patched through its registries where it has them. What is left is here:
 ``EngineCoreProc._handle_shutdown``   wrapped, so that an engine that is to end computes no chunks that
     no request waits for, and that its process ends soon (``process_end.py``).
     Goes when vLLM tells its scheduler of a shutdown.
-``EngineCoreProc._process_input_queue``   wrapped, so that an engine that only waits to be idle for long
-    enough sleeps until then. vLLM's steps on as long as its scheduler has anything left to do.
+``EngineCoreProc._process_input_queue``   wrapped, so that an engine that waits to be idle for long
+    enough is woken then. vLLM's waits for a message where its scheduler has nothing to do now.
     Goes when a scheduler can tell when it is to be asked again.
 ``EngineCore.collective_rpc``, ``EngineCore.wake_up``, ``EngineCore.reset_prefix_cache``   wrapped: the
     model's weights may be others afterwards (``weights.py``).
@@ -56,7 +56,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import queue
+import threading
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -323,17 +323,21 @@ def _stop_background(stock: Any, core: Any) -> Any:
 
 
 def _sleep_while_idle(stock: Any, core: Any) -> Any:
-    """Before an engine's next step: until that has something to do, or a request comes."""
+    """Before an engine's next step: where it waits to be idle for long enough, vLLM's own wait for a
+    message ends by then."""
+    from vllm.v1.engine import EngineCoreRequestType
+
     idles_for = getattr(core.scheduler, "idles_for", None)
-    steps_on = core.engines_running or core.batch_queue or not core.process_input_queue_block
-    if idles_for is not None and core.is_running() and not steps_on and (seconds := idles_for()):
-        try:
-            message = core.input_queue.get(timeout=seconds)
-        except queue.Empty:
-            pass
-        else:
-            core._handle_client_request(*message)
-    return stock(core)
+    waits = core.process_input_queue_block and not core.has_work()
+    if idles_for is None or not waits or not (seconds := idles_for()):
+        return stock(core)
+    alarm = threading.Timer(seconds, core.input_queue.put, [(EngineCoreRequestType.WAKEUP, None)])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        return stock(core)
+    finally:
+        alarm.cancel()
 
 
 def _then_check_weights(stock: Any, core: Any, *args: Any, **kwargs: Any) -> Any:

@@ -265,12 +265,14 @@ class BlendScheduler(Switching, Connected):
             self._attempt(self.requests[request_id], self._is_ready)
 
     def has_requests(self) -> bool:
+        """Whether a step would do something now."""
         stock: Any = super()
         if stock.has_requests() or self.blend_internal.stopped:
             return bool(stock.has_requests())
         waiting = self.blend_internal.num_waiting > 0 or self.blend_chunks.has_discards
         waiting |= bool(self.blend_fetches)
-        return waiting and bool(stock.pause_state == PauseState.UNPAUSED)
+        waiting &= stock.pause_state == PauseState.UNPAUSED
+        return waiting and not self.idles_for()
 
     def idles_for(self) -> float:
         """Seconds for which steps would do nothing, unless requests come."""
