@@ -57,8 +57,10 @@ def no_alarm_is_set() -> bool:
 
 def test_a_request_ends_the_wait() -> None:
     core = Core(seconds=3600)
-    threading.Timer(0.1, core.input_queue.put, (REQUEST,)).start()
+    client = threading.Timer(0.1, core.input_queue.put, (REQUEST,))
+    client.start()
     core._process_input_queue()
+    client.join()
     assert core.handled == [REQUEST] and no_alarm_is_set()
 
 

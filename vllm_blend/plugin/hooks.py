@@ -331,6 +331,7 @@ def _sleep_while_idle(stock: Any, core: Any) -> Any:
     waits = core.process_input_queue_block and not core.has_work()
     if idles_for is None or not waits or not (seconds := idles_for()):
         return stock(core)
+    seconds += 0.001  # woken too early, it would wait for the next message
     alarm = threading.Timer(seconds, core.input_queue.put, [(EngineCoreRequestType.WAKEUP, None)])
     alarm.daemon = True
     alarm.start()
