@@ -124,4 +124,4 @@ def test_a_tenant_is_what_the_gateway_says(url: str) -> None:
         assert not {"stored_chunks", "waiting_chunks"} & report.keys()
     status, message = chat(url, parts(4), {"tenant": "a", "report": True}, cache_salt="b")
     assert status == 400
-    assert "'tenant'" in message and "allowed: auto, off, policy" in message
+    assert "'tenant'" in message and "allowed: auto, keep, off, policy" in message

@@ -39,6 +39,7 @@ def test_an_object_and_its_json_are_the_same_request() -> None:
         "auto": True,
         "tenant": "a",
         "report": True,
+        "keep": True,
         "recomp_ratios": [0.5, 0.1],
         "check_layers": [1, 3],
     }
@@ -46,13 +47,14 @@ def test_an_object_and_its_json_are_the_same_request() -> None:
     assert parse(json.dumps(value)) == blend_request
     assert blend_request.spans == ((0, 4), (4, 9))
     assert (blend_request.auto, blend_request.tenant, blend_request.report) == (True, "a", True)
+    assert blend_request.keep and not parse({}).keep
     assert blend_request.settings.recomp_ratios == (0.5, 0.1)
     assert parse({}) == replace(DEFAULTS, parts=True)
 
 
 @pytest.mark.parametrize("settings", [BlendSettings(), BlendSettings((1, 2), 0.5, (0.5, 0.5))])
 def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
-    blend_request = BlendRequest(((1, 3), (3, 7)), True, settings, "t", True)
+    blend_request = BlendRequest(((1, 3), (3, 7)), True, settings, tenant="t", report=True, keep=True)
     wire = json.loads(json.dumps(blend_request.to_wire()))  # msgpack, too, has lists for tuples
     assert BlendRequest.from_wire(wire) == blend_request
 
@@ -73,6 +75,7 @@ def test_the_wire_form_survives_a_round_trip(settings: BlendSettings) -> None:
         ({"auto": 1}, "auto is 1"),
         ({"tenant": 7}, "tenant is 7"),
         ({"report": None}, "report is None"),
+        ({"keep": 1}, "keep is 1; allowed: true, false"),
         ({"recomp_ratio": 2}, "recomp_ratio is 2"),
         ({"check_layers": [0]}, "check_layers is"),
         ({"mask": "none"}, "mask is 'none'"),
@@ -109,7 +112,7 @@ def test_bad_values_are_refused_by_name(value: Any, named: str) -> None:
         ({"mask": "exact"}, "key 'mask'"),
         ({"check_layers": [2]}, "key 'check_layers'"),
         ({"seed": 1, "recomp_ratio": 0.3}, "key 'seed'"),
-        ({"nonsense": 1, "spans": [[0, 4]]}, "unknown key 'nonsense'; allowed: auto, off, policy, "),
+        ({"nonsense": 1, "spans": [[0, 4]]}, "unknown key 'nonsense'; allowed: auto, keep, off, "),
         ({"recomp_ratio": 0.01}, "recomp_ratio is 0.01; this server allows 0.05 to 0.5"),
         ({"recomp_ratio": 1}, "recomp_ratio is 1.0; this server allows 0.05 to 0.5"),
     ],

@@ -149,7 +149,8 @@ def by_requests(
     while waiting:
         group = waiting.pop()
         salt = {"cache_salt": tenant} if tenant else {}
-        body = with_parts(group, QUESTION, {"report": True}, model=model, max_tokens=1, **salt)
+        blend = {"report": True, "keep": True}
+        body = with_parts(group, QUESTION, blend, model=model, max_tokens=1, **salt)
         try:
             report = report_of(server.post("/v1/chat/completions", body))
         except ServerError as error:

@@ -18,9 +18,9 @@ CONFIG_KEY = "vllm_blend"
 NO_STORE = "recomp_ratio is 'auto', and the server has no store to load from; allowed: 0 to 1"
 EXAMPLE = '{"host_gb": 16, "disk": {"folder": "/var/cache/chunks", "budget_gb": 200}}'
 SETTINGS_FIELDS = tuple(f.name for f in fields(BlendSettings))
-CLIENT_FIELDS = ("auto", "off", "report", "separator", "spans", "tenant", *SETTINGS_FIELDS)
+CLIENT_FIELDS = ("auto", "keep", "off", "report", "separator", "spans", "tenant", *SETTINGS_FIELDS)
 """What a request's ``blend`` field may hold."""
-SAFE_FIELDS = ("auto", "off", "policy", "recomp_ratio", "report", "separator", "spans")
+SAFE_FIELDS = ("auto", "keep", "off", "policy", "recomp_ratio", "report", "separator", "spans")
 """Those that a client may set by default: they change its own answers and times alone."""
 
 

@@ -8,6 +8,7 @@ In ``SamplingParams.extra_args`` (OpenAI API: ``vllm_xargs``) under ``"blend"``:
      "auto": true,                        also reuse known chunks wherever they stand
      "recomp_ratio": 0.16, ...            any of BlendSettings; the ratio may be "auto"
      "tenant": "a",                       chunks are shared within a tenant only
+     "keep": true,                        its chunks are wanted, though none came back lately
      "report": true}                      what was reused, in the response's kv_transfer_params
 
 ``"on"`` is ``{}``. Which of these a client may set is the operator's choice (``ServerSettings``).
@@ -70,6 +71,7 @@ class BlendRequest:
         floor: the least ratio then.
         tenant: chunks are looked up and kept under this name.
         report: tell in the response what was reused.
+        keep: its new chunks are kept, though none of its tenant's came back lately.
         off: compute everything.
         parts: the text parts of its chat messages mark chunks.
         separator: a text that marks chunks in its texts. Empty: none.
@@ -83,6 +85,7 @@ class BlendRequest:
     floor: float = FLOOR
     tenant: str = ""
     report: bool = False
+    keep: bool = False
     off: bool = False
     parts: bool = False
     separator: str = ""
@@ -135,6 +138,7 @@ class BlendRequest:
             floor=defaults.floor,
             tenant=_text("tenant", value.get("tenant", defaults.tenant)),
             report=_flag("report", value.get("report", defaults.report)),
+            keep=_flag("keep", value.get("keep", defaults.keep)),
             parts=defaults.parts or "spans" not in value,
             separator=_text("separator", value.get("separator", defaults.separator)),
             why_not=defaults.why_not,

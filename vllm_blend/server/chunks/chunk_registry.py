@@ -62,11 +62,13 @@ class Holding:
         free: those that no request uses, least recently used first.
         num_tokens: of all of them, and of those that come.
         used_at: when it last used one, in seconds.
+        num_dropped: of its chunks, for others, since it last used one.
     """
 
     free: OrderedDict[ChunkKey, None] = field(default_factory=OrderedDict)
     num_tokens: int = 0
     used_at: float = 0.0
+    num_dropped: int = 0
 
 
 class ChunkRegistry:
@@ -188,7 +190,9 @@ class ChunkRegistry:
 
     def evict(self, key: ChunkKey) -> None:
         """Drops a chunk for others."""
-        self.on_evict(key, self._chunks[key])
+        chunk = self._chunks[key]
+        self.on_evict(key, chunk)
+        self._tenants[chunk.tenant].num_dropped += 1
         self._remove(key)
         self.num_evicted += 1
 
@@ -207,6 +211,17 @@ class ChunkRegistry:
         self._to_discard.append(self._chunks[key])
         self._remove(key)
         return True
+
+    def turned_over(self, tenant: str, least: int) -> bool:
+        """Whether as many of a tenant's chunks were dropped as it has, and at least so many, since it
+        last used one."""
+        holding = self._tenants.get(tenant)
+        return holding is not None and holding.num_dropped >= max(least, len(holding.free))
+
+    def used(self, tenant: str) -> None:
+        """What a tenant has is of use."""
+        if (holding := self._tenants.get(tenant)) is not None:
+            holding.num_dropped = 0
 
     def clear(self) -> None:
         """The chunks' KV is of no use any more, wherever it lies."""
@@ -272,7 +287,7 @@ class ChunkRegistry:
         """A chunk is the most recently used one."""
         tenant = self._chunks[key].tenant
         holding = self._tenants[tenant]
-        holding.used_at = self._clock()
+        holding.used_at, holding.num_dropped = self._clock(), 0
         self._tenants.move_to_end(tenant)
         if key in holding.free:
             holding.free.move_to_end(key)

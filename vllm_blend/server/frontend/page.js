@@ -115,6 +115,7 @@ function messages() {
 function blendField() {
   const field = {};
   if (may("report")) field.report = true;
+  if (may("keep")) field.keep = true;
   if (may("policy") && at("policy").value !== server.policy) field.policy = at("policy").value;
   if (may("recomp_ratio") && +at("ratio").value !== server.ratio) field.recomp_ratio = +at("ratio").value;
   return JSON.stringify(field);

@@ -12,6 +12,7 @@ from vllm_blend.core.prompt import TokenIds
 from vllm_blend.server.chunks.askers import ANSWERED
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts, Places
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry
+from vllm_blend.server.chunks.doorkeeper import Doorkeeper
 from vllm_blend.server.chunks.shared_index import SharedIndex
 from vllm_blend.server.chunks.token_index import Run, Windows
 from vllm_blend.server.internal.background_prefill import BackgroundPrefill
@@ -107,6 +108,7 @@ class Lookup:
         self._chunks, self._background, self._fetches = chunks, background, fetches
         self._contexts = contexts
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
+        self._doorkeeper = Doorkeeper(chunks)
         self._recent = SharedIndex(RECENT_TOKENS, RECENT_TENANTS)  # by tenant
         self._num_seen = 0
 
@@ -144,7 +146,10 @@ class Lookup:
             found.spans += self._spans(windows, runs, places, request_id)
             taken = [(span.start, span.end) for span in found.spans]
             taken += [(start, start + len(chunk.token_ids)) for start, chunk in missed]
-            missed += self._learn(tenant, tokens, windows, taken)
+            learned = self._learn(tenant, tokens, windows, taken)
+            missed += learned
+            if learned:
+                self._chunks.used(tenant)
         found.spans.sort(key=lambda span: span.start)
         # rows of an approximate prompt whose rows are chosen at check layers are not all computed
         harvests = self._contexts.harvest and (blend_request.settings.early or not found.spans)
@@ -156,6 +161,8 @@ class Lookup:
         self._chunks.pin(keys)  # what is reused makes no room for what is kept
         try:
             for start, chunk in missed:
+                if not (blend_request.keep or self._admits(chunk)):
+                    continue
                 plan = self._harvest(chunk, start, first_start) if harvests else None
                 if plan is None:
                     self.miss(chunk, request_id)
@@ -164,6 +171,10 @@ class Lookup:
         finally:
             self._chunks.unpin(keys)
         return found
+
+    def _admits(self, chunk: ChunkIds) -> bool:
+        """Whether a chunk that is missed is to be kept; it may lie in a store, if there is one."""
+        return self._fetches is not None or self._doorkeeper.admits(chunk)
 
     def _harvest(self, chunk: ChunkIds, start: int, first_start: int) -> CollectPlan | None:
         """A chunk is kept from the prefill of the prompt that has it at ``start``; None: there is no
@@ -177,6 +188,7 @@ class Lookup:
     def forget_tenant(self, tenant: str) -> None:
         """Forgets a tenant's prompts."""
         self._recent.drop(tenant)
+        self._doorkeeper.forget_tenant(tenant)
 
     def marked(
         self, tenant: str, tokens: TokenIds, blend_request: BlendRequest
