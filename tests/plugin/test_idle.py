@@ -15,12 +15,14 @@ from engines import make_engine
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
+from vllm_blend.plugin import operations
 from vllm_blend.plugin.hooks import install_front_hooks
 from vllm_blend.server.internal import background_prefill
 
 WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 ABORT = (EngineCoreRequestType.ABORT, [])
 REQUEST = (EngineCoreRequestType.ADD, None)
+WARM = (EngineCoreRequestType.UTILITY, None)
 
 
 class Core(EngineCoreProc):
@@ -46,6 +48,8 @@ class Core(EngineCoreProc):
         self.handled.append(message)
         if message == REQUEST:
             self.begins_at = 0.0
+        if message == WARM:
+            assert self.blend_operation("warm", {}) == {"asked": 1}  # type: ignore[attr-defined]
 
 
 def no_alarm_is_set() -> bool:
@@ -83,6 +87,23 @@ def test_requests_that_have_come_are_all_taken() -> None:
         core.input_queue.put(REQUEST)
     core._process_input_queue()
     assert core.handled == [REQUEST] * 3 and no_alarm_is_set()
+
+
+def test_what_an_operator_asks_for_is_done_once_the_engine_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes in vLLM's wait for a message, which began with nothing to do."""
+    core = Core(seconds=3600)
+    core.scheduler.idles_for = lambda: 0.0
+
+    def warm(*_: object) -> dict[str, Any]:
+        core.begins_at, core.scheduler.idles_for = time.monotonic() + 0.05, core._idles_for
+        return {"asked": 1}
+
+    monkeypatch.setattr(operations, "operate", warm)
+    core.input_queue.put(WARM)
+    core._process_input_queue()
+    assert core.handled == [WARM, WAKEUP] and core.scheduler.has_requests()
 
 
 @pytest.mark.parametrize(

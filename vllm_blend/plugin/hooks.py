@@ -325,20 +325,28 @@ def _stop_background(stock: Any, core: Any) -> Any:
 def _sleep_while_idle(stock: Any, core: Any) -> Any:
     """Before an engine's next step: where it waits to be idle for long enough, vLLM's own wait for a
     message ends by then."""
+    alarm = _set_alarm(core)
+    try:
+        return stock(core)
+    finally:
+        if alarm is not None:
+            alarm.cancel()
+
+
+def _set_alarm(core: Any) -> threading.Timer | None:
+    """Wakes an engine that waits to be idle, once it was for long enough; None: it does not."""
     from vllm.v1.engine import EngineCoreRequestType
 
     idles_for = getattr(core.scheduler, "idles_for", None)
-    waits = core.process_input_queue_block and not core.has_work()
+    # an engine in its client's process has no queue
+    waits = getattr(core, "process_input_queue_block", False) and not core.has_work()
     if idles_for is None or not waits or not (seconds := idles_for()):
-        return stock(core)
+        return None
     seconds += 0.001  # woken too early, it would wait for the next message
     alarm = threading.Timer(seconds, core.input_queue.put, [(EngineCoreRequestType.WAKEUP, None)])
     alarm.daemon = True
     alarm.start()
-    try:
-        return stock(core)
-    finally:
-        alarm.cancel()
+    return alarm
 
 
 def _then_check_weights(stock: Any, core: Any, *args: Any, **kwargs: Any) -> Any:
@@ -354,7 +362,10 @@ def _operate(core: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
     """Does what an operator asks of the engine."""
     from vllm_blend.plugin.operations import operate
 
-    return operate(core, name, values)
+    try:
+        return operate(core, name, values)
+    finally:
+        _set_alarm(core)  # in vLLM's wait for a message: there may be something to wait for now
 
 
 def _forward_with_step(stock: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
