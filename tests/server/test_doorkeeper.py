@@ -86,9 +86,12 @@ def test_what_a_request_wants_kept_is_kept() -> None:
     for number in range(2 * HELD):
         server.ask(number)
     assert server.kept(5000) == 0
-    assert server.kept(5001, 5002, keep=True) == 2
-    assert server.kept(5003) == 0
-    assert len(server.ask(5001).spans) == 1
+    found = server.ask(5001, 5002)
+    assert found.left == found.missed == 2
+    assert "kept when they come again" in found.why_not(BlendRequest(), 16)
+    assert server.kept(5003, 5004, keep=True) == 2
+    assert server.kept(5005) == 0
+    assert len(server.ask(5003).spans) == 1
 
 
 def test_text_that_is_learned_opens_it_again() -> None:

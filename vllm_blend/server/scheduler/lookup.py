@@ -34,6 +34,7 @@ class Found:
         spans: of the prompt, with known KV, ascending.
         missed: chunks that the request names and that are not in memory.
         short: chunks that are too short to be reused.
+        left: of those that were missed, new ones that are not kept, since nothing came back lately.
         harvest: kept from this request's prefill.
         num_harvested: of ``spans``, chunks that were kept from another request's prefill.
     """
@@ -41,11 +42,14 @@ class Found:
     spans: list[KeyedSpan] = field(default_factory=list)
     missed: int = 0
     short: int = 0
+    left: int = 0
     harvest: list[CollectPlan] = field(default_factory=list)
     num_harvested: int = 0
 
     def why_not(self, blend_request: BlendRequest, min_tokens: int) -> str:
         """Why there are no spans."""
+        if self.left:
+            return "no chunk is known yet; new ones are kept when they come again: none did lately"
         if self.missed:
             return "no chunk is known yet"
         if self.short:
@@ -162,6 +166,7 @@ class Lookup:
         try:
             for start, chunk in missed:
                 if not (blend_request.keep or self._admits(chunk)):
+                    found.left += 1
                     continue
                 plan = self._harvest(chunk, start, first_start) if harvests else None
                 if plan is None:
