@@ -37,6 +37,8 @@ from vllm_blend.core.settings import BlendSettings
         ("exact", "dog cat", "cat dog", 0.0),
         ("begins", "Rome and so on", "Rome", 1.0),
         ("begins", "in Rome", "Rome", 0.0),
+        ("holds", "It is 1EE3-4a.", "1ee3-4A", 1.0),
+        ("holds", "It is 1ee3 4a.", "1ee3-4a", 0.0),
         ("Rouge-L", "the cats sat", "the cat sat down", 6 / 7),
     ],
 )

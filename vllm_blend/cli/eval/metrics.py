@@ -1,4 +1,4 @@
-"""Scores of an answer against the right ones: F1 of words, Rouge-L, exact."""
+"""Scores of an answer against the right ones: F1 of words, Rouge-L, exact, begins, holds."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def begins(found: str, answer: str) -> float:
     return float(words(found)[: len(want)] == want)
 
 
+def holds(found: str, answer: str) -> float:
+    """1.0 if the answer stands anywhere in it, in whatever case (as RULER counts it)."""
+    return float(answer.lower() in found.lower())
+
+
 def rouge_l(found: str, answer: str) -> float:
     """F-measure of the longest common subsequence of stems (``rouge_score``), 0 to 1."""
     return float(_rouge_scorer().score(answer, found)["rougeL"].fmeasure)
@@ -55,6 +60,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "Rouge-L": rouge_l,
     "exact": exact,
     "begins": begins,
+    "holds": holds,
 }
 
 

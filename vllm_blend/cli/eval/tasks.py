@@ -112,6 +112,14 @@ TASKS: dict[str, Task] = {
             stop=(),
             titled=False,
         ),
+        Task(
+            "ruler",
+            "The text below says what belongs to many keys. Remember it: one of them is asked for.",
+            "{question}",
+            "holds",
+            64,
+            titled=False,
+        ),
         Task("synthetic", "", "Question: {question}", "begins", 6, stop=("\n", "."), titled=False),
     )
 }
