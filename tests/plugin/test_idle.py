@@ -101,9 +101,11 @@ def test_what_an_operator_asks_for_is_done_once_the_engine_is_idle(
         return {"asked": 1}
 
     monkeypatch.setattr(operations, "operate", warm)
-    core.input_queue.put(WARM)
+    for _ in range(3):
+        core.input_queue.put(WARM)
     core._process_input_queue()
-    assert core.handled == [WARM, WAKEUP] and core.scheduler.has_requests()
+    assert core.handled == [WARM] * 3 + [WAKEUP] and core.scheduler.has_requests()
+    assert core.input_queue.empty() and no_alarm_is_set()  # there was one, for all three
 
 
 @pytest.mark.parametrize(

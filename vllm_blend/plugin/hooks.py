@@ -325,28 +325,33 @@ def _stop_background(stock: Any, core: Any) -> Any:
 def _sleep_while_idle(stock: Any, core: Any) -> Any:
     """Before an engine's next step: where it waits to be idle for long enough, vLLM's own wait for a
     message ends by then."""
-    alarm = _set_alarm(core)
+    _set_alarm(core)
     try:
         return stock(core)
     finally:
-        if alarm is not None:
-            alarm.cancel()
+        _end_alarm(core)
 
 
-def _set_alarm(core: Any) -> threading.Timer | None:
-    """Wakes an engine that waits to be idle, once it was for long enough; None: it does not."""
+def _set_alarm(core: Any) -> None:
+    """Wakes an engine that waits to be idle, once it was for long enough; it has one alarm at most."""
     from vllm.v1.engine import EngineCoreRequestType
 
+    _end_alarm(core)
     idles_for = getattr(core.scheduler, "idles_for", None)
     # an engine in its client's process has no queue
     waits = getattr(core, "process_input_queue_block", False) and not core.has_work()
     if idles_for is None or not waits or not (seconds := idles_for()):
-        return None
+        return
     seconds += 0.001  # woken too early, it would wait for the next message
     alarm = threading.Timer(seconds, core.input_queue.put, [(EngineCoreRequestType.WAKEUP, None)])
     alarm.daemon = True
     alarm.start()
-    return alarm
+    core.blend_alarm = alarm
+
+
+def _end_alarm(core: Any) -> None:
+    if (alarm := getattr(core, "blend_alarm", None)) is not None:
+        alarm.cancel()
 
 
 def _then_check_weights(stock: Any, core: Any, *args: Any, **kwargs: Any) -> Any:
