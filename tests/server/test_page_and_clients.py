@@ -231,6 +231,7 @@ def test_settings_reach_the_server(page: Browser) -> None:
             text.click()
     assert json.loads(page.run("return blendField()")) == {
         "report": True,
+        "keep": True,
         "policy": "static",
         "recomp_ratio": 1,
     }
