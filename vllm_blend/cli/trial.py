@@ -177,7 +177,7 @@ def _tuned(
         for number, row in enumerate(rows, 1)
     ]
     try:
-        others(examples)
+        others(examples, examples)
         kind = ":behind=harvested"
     except ValueError:  # no prompt without a chunk of this one's
         kind = ":behind=text"

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import main
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_blend.cli.eval import across, compare
-from vllm_blend.cli.eval.data import Example, Passage, example_of, read_examples
+from vllm_blend.cli.eval.data import Example, Passage, example_of, of_length, read_examples
 from vllm_blend.cli.eval.methods import blend_settings, known_share, split_behind
 from vllm_blend.cli.eval.metrics import score
 from vllm_blend.cli.eval.run import methods_of, run_parser
@@ -62,6 +64,57 @@ def test_data_in_three_forms(tmp_path: Path) -> None:
         example_of({"passages": [{"text": "x"}], "question": "q"}, "row 3")
     with pytest.raises(ValueError, match="row 4 has no passages"):
         example_of({"question": "q", "answers": ["a"]}, "row 4")
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=8),
+    gold=st.integers(0, 5),
+    room=st.integers(0, 60),
+)
+def test_prompts_of_a_length(sizes: list[list[int]], gold: int, room: int) -> None:
+    """A passage's text says its size; those of an example are told apart from all others'."""
+    examples = [
+        Example(
+            f"e{i}",
+            tuple(Passage(f"{i}.{j}" + "x" * size, gold=j == gold) for j, size in enumerate(own)),
+            "q",
+            ("a",),
+        )
+        for i, own in enumerate(sizes)
+    ]
+
+    def length(passage: Passage) -> int:
+        return passage.text.count("x")
+
+    total = sum(map(sum, sizes))
+    try:
+        found = of_length(examples, lambda example: room, length)
+    except ValueError as error:
+        assert room > total and "'e0' has room for" in str(error)
+        return
+    assert found == of_length(examples, lambda example: room, length)
+    for before, after in zip(examples, found, strict=True):
+        own, texts = set(before.passages), {passage.text for passage in after.passages}
+        golden = [passage for passage in before.passages if passage.gold]
+        assert replace(after, passages=before.passages) == before
+        assert len(texts) == len(after.passages)
+        assert [passage for passage in after.passages if passage.gold] == golden
+        spare = room - sum(map(length, after.passages))
+        assert spare >= 0 or texts == {passage.text for passage in golden}
+        assert spare < 9  # the next one has no room
+        # others' join only where its own are all there
+        assert texts <= {p.text for p in own} or texts >= {p.text for p in own}
+
+
+def test_passages_that_join_stand_anywhere() -> None:
+    examples = [
+        Example(f"e{i}", tuple(Passage(f"{i}.{j}") for j in range(3)), "q", ("a",)) for i in range(30)
+    ]
+    longer = of_length(examples, lambda example: 10, lambda passage: 1)
+    places = {[p.text for p in example.passages].index(f"{i}.0") for i, example in enumerate(longer)}
+    assert len(places) > 5
+    joined = [{p.text for p in example.passages} for example in longer[:2]]
+    assert joined[0] == {*(f"{i}.{j}" for i in range(3) for j in range(3)), "3.0"}
 
 
 def test_fewer_passages_keep_the_gold_ones_in_order() -> None:
@@ -154,6 +207,42 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
         "| `hkvd:mask=bottom_right` | 0.0500 (75%) |  |",
     ]
     assert grid([full, reuse, hkvd], "t") == ""
+
+
+def test_the_fastest_within_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow loses nothing, middle 1.5% in the mean, fast 10%; only another run has their times."""
+    base = Result("t", "0", "full", 9, 0, "a", 1.0, None, True)
+    lost = {"full": 0.0, "hkvd@0.5": 0.0, "static@0.16": 0.015, "reuse": 0.1, "mapreduce": -1.0}
+    speed = {"full": 1.0, "hkvd@0.5": 1.5, "static@0.16": 4.0, "reuse": 8.0, "mapreduce": 9.0}
+
+    def write(name: str, rows: list[Result], tokens: int | None, behind: str = "") -> str:
+        (tmp_path / name).mkdir()
+        ends = {r.method: r.method + behind * (blend_settings(r.method) is not None) for r in rows}
+        lines = [json.dumps(asdict(replace(r, method=ends[r.method]))) + "\n" for r in rows]
+        (tmp_path / name / RESULTS).write_text("".join(lines))
+        protocol = Protocol("m", prompt_tokens=tokens)
+        (tmp_path / name / RUN).write_text(json.dumps(asdict(protocol)))
+        return str(tmp_path / name)
+
+    scores = [
+        replace(base, example=str(i), method=method, score=0.5 + 0.5 * (i % 2) - loss * 0.75)
+        for method, loss in lost.items()
+        for i in range(4)
+    ]
+    times = [replace(base, method=m, score=None, ttft=6 / factor) for m, factor in speed.items()]
+    run = write("run", scores, 8192, ":behind=harvested")
+    short = write("short", [replace(r, ttft=1.0) for r in times], 2048)
+    main(["across", "within", run, "--times", short, write("long", times, 8192)])
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head == "|  | n | full prefill's score | at most 1% lost | at most 2% lost |"
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:3] == ["m, t, 8192 tokens", "4", "0.750"]
+    assert cells[3] == "1.5x, `hkvd@0.5` (0% [0%, 0%])"
+    assert cells[4].startswith("4.0x, `static@0.16` (1% [") or cells[4].startswith(
+        "4.0x, `static@0.16` (2%"
+    )
+    main(["across", "within", run, "--times", short])
+    assert capsys.readouterr().out.splitlines()[2].split("|")[-2].strip() == "none"
 
 
 def test_what_is_recovered_is_of_chunks_computed_behind_the_same() -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from commands import main
 from vllm_blend import Blender
 from vllm_blend.api.prompts import Chunk
 from vllm_blend.cli.eval import run as run_module
-from vllm_blend.cli.eval.data import Example, Passage
+from vllm_blend.cli.eval.data import Example, Passage, read_examples
 from vllm_blend.cli.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.cli.eval.forcing import check_forced, forced_params
 from vllm_blend.cli.eval.logits import watching
 from vllm_blend.cli.eval.report import render
-from vllm_blend.cli.eval.run import make_blender
+from vllm_blend.cli.eval.run import asked, make_blender, run_parser
 from vllm_blend.cli.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
 from vllm_blend.cli.eval.stats import summarize
 from vllm_blend.cli.eval.synthetic import synthetic
@@ -136,7 +136,9 @@ def test_a_long_passages_chunks_may_be_computed_behind_what_precedes_them(
 def test_kv_harvested_of_the_same_prompt_is_exact(
     blender: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_blend.cli.eval.runner.others", lambda examples: {e: e for e in examples})
+    monkeypatch.setattr(
+        "vllm_blend.cli.eval.runner.others", lambda examples, pool: {e: e for e in examples}
+    )
     runner = Runner(blender, Protocol("SmolLM2"), tmp_path, batch=2)
     methods = ["reuse", "reuse:behind=harvested", "static@0.1:behind=harvested"]
     for result in runner.run(TASKS["synthetic"], synthetic("whole", 2), methods):
@@ -277,10 +279,27 @@ def test_the_tuner_gives_a_stand_in_of_the_user_s_own_prompts(
 def test_others_have_nothing_in_common() -> None:
     texts = ["ab", "bc", "cd", "xy"]
     examples = [Example(one, tuple(map(Passage, one)), "?", ("!",)) for one in texts]
-    found = {one.id: other.id for one, other in others(examples).items()}
+    found = {one.id: other.id for one, other in others(examples, examples).items()}
     assert found == {"ab": "cd", "bc": "xy", "cd": "xy", "xy": "ab"}
     with pytest.raises(ValueError, match="'ab' has a passage in common with every other example"):
-        others(examples[:2])
+        others(examples[:2], examples[:2])
+    assert others(examples[:1], examples)[examples[0]].id == "cd"  # not one of those that are asked
+
+
+def test_a_run_asks_prompts_of_the_length_that_it_was_told(blender: Any, tmp_path: Path) -> None:
+    """Also where fewer are asked than it takes to fill a prompt, and to find a context for chunks."""
+    data, task = tmp_path / "data.jsonl", TASKS["synthetic"]
+    rows = [asdict(example) | {"id": f"e{i}"} for i, example in enumerate(synthetic("whole", 12))]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call = ["--data", str(data), "--prompt-tokens", "300", "--skip", "1", "--limit", "2"]
+    options = run_parser(None).parse_args(call)
+    runner = Runner(blender, Protocol("SmolLM2"), tmp_path / "out")
+    examples = asked(runner, task, read_examples(data), options)
+    results = runner.run(task, examples, ["reuse:behind=harvested"])
+    assert {result.example for result in results} == {"e1"}
+    assert all(250 < result.num_tokens <= 300 for result in results)
+    (asked_for,) = examples
+    assert {p.text for p in read_examples(data)[1].passages} <= {p.text for p in asked_for.passages}
 
 
 def test_forced_tokens_are_not_seen_by_the_question(blender: Any) -> None:

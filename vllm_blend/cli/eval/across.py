@@ -4,8 +4,11 @@ vllm-blend eval across methods .out/*            # a table a run: each method's 
 vllm-blend eval across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
 vllm-blend eval across lost .out/* --methods hkvd@0.16 ahead@0.16
 vllm-blend eval across recovered .out/* --methods hkvd@0.16 --of reuse
+vllm-blend eval across within .out/* --losses 0.01 0.02 --times .out/timed
 vllm-blend eval across plot .out/* --policies hkvd ahead --output kl.svg
 
+``within`` is speed at a stated loss: the fastest method that loses no more of full prefill's mean score
+than that. ``--times`` are runs one request at a time, for runs in batches, which measure no TTFT.
 Intervals are 95%, by bootstrap over the examples; methods in one table are on the same examples. A mean
 over runs (a model's, a set's, all) gives each run the same weight.
 """
@@ -18,7 +21,8 @@ from pathlib import Path
 from vllm_blend.cli.eval.command import command_parser, results_folder
 from vllm_blend.cli.eval.runs import Run, What, read_runs
 from vllm_blend.cli.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
-from vllm_blend.cli.eval.tables import interval, number, percent, table
+from vllm_blend.cli.eval.tables import interval, number, percent, percents, table
+from vllm_blend.cli.eval.within import within_table
 
 Column = Callable[[Run], Mapping[str, float]]
 
@@ -100,16 +104,12 @@ def recovered_table(runs: Sequence[Run], methods: Sequence[str], of: str) -> str
     for label, own in lines(runs):
         found = [recovered([runs[i] for i in own], method, of) for method in methods]
         lost = found[0][0]
-        cells = [_percents(kl) for _, _, kl in found]
-        cells += [_percents(share) if lost.low > 0 else "" for _, share, _ in found]
+        cells = [percents(kl) for _, _, kl in found]
+        cells += [percents(share) if lost.low > 0 else "" for _, share, _ in found]
         rows.append([label, interval(lost), *cells])
     heads = [f"KL gone: `{method}`" for method in methods]
     heads += [f"score: `{method}`" for method in methods]
     return table(["", f"lost by `{of}`", *heads], rows)
-
-
-def _percents(mean: Mean) -> str:
-    return f"{mean.value:.0%} [{mean.low:.0%}, {mean.high:.0%}]"
 
 
 def _values(method: str, what: What) -> Column:
@@ -118,10 +118,14 @@ def _values(method: str, what: What) -> Column:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__, "across")
-    parser.add_argument("what", choices=("methods", "kl", "lost", "recovered", "plot"))
+    parser.add_argument("what", choices=("methods", "kl", "lost", "recovered", "within", "plot"))
     parser.add_argument("folders", type=results_folder, nargs="+", help="of eval run --output")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="columns, or rows")
     parser.add_argument("--of", default="reuse", help="recovered: the method that loses (reuse)")
+    parser.add_argument("--losses", type=float, nargs="+", default=[0.01, 0.02], help="within: shares")
+    parser.add_argument(
+        "--times", type=results_folder, nargs="+", default=[], help="within: runs that measured TTFT"
+    )
     parser.add_argument("--policies", nargs="+", default=["hkvd", "ahead"], help="plot: a line each")
     parser.add_argument("--output", type=Path, default=Path("kl.svg"), help="plot: .svg or .png")
     options = parser.parse_args(argv)
@@ -132,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(f"{heading(run)}\n\n{methods_table(run, methods)}" for run in runs), end="")
     elif options.what == "recovered":
         print(recovered_table(runs, methods, options.of), end="")
+    elif options.what == "within":
+        print(within_table(runs, options.losses, read_runs(options.times)), end="")
     elif options.what == "plot":
         from vllm_blend.cli.eval.figures import kl_of_runs
 

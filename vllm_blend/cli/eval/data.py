@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,42 @@ def read_examples(
         raise ValueError(f"{path.name} holds no list of examples")
     found = [example_of(row, f"{path.name}[{index}]") for index, row in enumerate(rows[:limit])]
     return [e.with_passages(max_passages) for e in found] if max_passages else found
+
+
+def of_length(
+    examples: Sequence[Example], room: Callable[[Example], int], length: Callable[[Passage], int]
+) -> list[Example]:
+    """The examples with longer or shorter prompts: as many passages as there is room for.
+
+    An example's gold passages come first, and stay whatever the room; then its others, then those of
+    the examples after it, up to the first that does not fit. They stand in an order drawn from the
+    example's id, the same in each run. Where no passage is gold, one that the answer needs may be left
+    out.
+
+    Args:
+        room: tokens for an example's passages.
+        length: tokens of a passage.
+
+    Raises:
+        ValueError: names an example for which all the passages are too few.
+    """
+    found = []
+    for at, example in enumerate(examples):
+        left = room(example)
+        kept: dict[str, Passage] = {}
+        own = sorted(example.passages, key=lambda passage: not passage.gold)
+        others = chain.from_iterable(e.passages for e in (*examples[at + 1 :], *examples[:at]))
+        for passage in chain(own, (replace(other, gold=False) for other in others)):
+            if passage.text not in kept:
+                if (size := length(passage)) > left and not passage.gold:
+                    break
+                kept[passage.text], left = passage, left - size
+        else:
+            if left > 0:
+                raise ValueError(
+                    f"{example.id!r} has room for {left} tokens more than all passages have"
+                )
+        passages = list(kept.values())
+        random.Random(example.id).shuffle(passages)
+        found.append(replace(example, passages=tuple(passages)))
+    return found

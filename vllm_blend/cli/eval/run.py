@@ -42,6 +42,12 @@ def examples_parser(description: str | None, command: str | None = None) -> argp
     parser.add_argument("--chunk-tokens", type=int, default=512, help="cut longer passages (512)")
     parser.add_argument("--passage-tokens", type=int, help="cut off the rest of longer passages")
     parser.add_argument("--max-passages", type=int, help="of an example; gold ones first")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="prompts of about N tokens: passages are left out, or other examples' join them",
+    )
     parser.add_argument("--kl-tokens", type=int, default=16, help="answer tokens that KL is over (16)")
     parser.add_argument("--max-tokens", type=int, help="of an answer (default: the task's)")
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -139,21 +145,34 @@ def runner_of(
         options.max_tokens,
         options.passage_tokens,
         str(options.engine.get("dtype", "auto")),
+        options.prompt_tokens,
     )
     folder = options.output or Path(".out") / default_output
     return Runner(blender, protocol, folder, options.batch), task
 
 
+def asked(
+    runner: Runner, task: Task, examples: Sequence[Example], options: argparse.Namespace
+) -> Sequence[Example]:
+    """Those examples that the options say, at the length that they say; the others stay at hand as
+    contexts."""
+    if options.prompt_tokens:
+        examples = runner.of_length(task, examples, options.prompt_tokens)
+    runner.pool = examples
+    return examples[options.skip : options.limit]
+
+
 def evaluate(
     task_name: str, examples: Sequence[Example], options: argparse.Namespace, default_output: str
 ) -> None:
-    """Runs the methods, prints the table, leaves it in the output folder."""
+    """Runs the methods on those examples that the options say, prints the table, leaves it in the
+    output folder."""
     from vllm_blend.cli.eval.stats import summarize
     from vllm_blend.cli.eval.tables import write_tables
 
     methods = methods_of(options)
     runner, task = runner_of(task_name, options, not options.no_answers, default_output)
-    summaries = summarize(runner.run(task, examples, methods))
+    summaries = summarize(runner.run(task, asked(runner, task, examples, options), methods))
     print(f"\n{runner.protocol.model}, score: {task.metric}; results in {runner.folder}\n")
     print(write_tables(summaries, runner.folder))
 
@@ -163,8 +182,8 @@ def run_task(
 ) -> None:
     """An example script: one task, its own small set by default."""
     options = run_parser(description).parse_args(argv)
-    examples = read_examples(options.data or own_data, options.limit, options.max_passages)
-    evaluate(task_name, examples[options.skip :], options, task_name)
+    examples = read_examples(options.data or own_data, max_passages=options.max_passages)
+    evaluate(task_name, examples, options, task_name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -179,5 +198,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.synthetic:
         examples = synthetic(options.synthetic, options.limit or 100, options.people)
     else:
-        examples = read_examples(options.data, options.limit, options.max_passages)
-    evaluate(options.task, examples[options.skip :], options, options.synthetic or options.task)
+        examples = read_examples(options.data, max_passages=options.max_passages)
+    evaluate(options.task, examples, options, options.synthetic or options.task)

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from vllm_blend.cli.eval import asking, forcing
-from vllm_blend.cli.eval.data import Example
+from vllm_blend.cli.eval.data import Example, Passage, of_length
 from vllm_blend.cli.eval.methods import (
     BEHIND,
     OTHERS,
@@ -87,6 +88,7 @@ class Protocol:
     max_tokens: int | None = None  # of an answer; None: the task's
     passage_tokens: int | None = None  # a longer passage loses its end
     dtype: str = "auto"
+    prompt_tokens: int | None = None  # about as many in each prompt; None: as the data has them
 
 
 @dataclass
@@ -120,6 +122,9 @@ class Runner:
         batch: examples whose requests run together; 1: one request after the other, which takes longer
             and measures TTFT.
 
+    Attributes:
+        pool: where a method needs another example, it is taken from these; empty: from those that run.
+
     Raises:
         ValueError: if the folder holds results of another protocol; names both.
     """
@@ -137,7 +142,27 @@ class Runner:
             )
         found.write_text(json.dumps(asdict(protocol)) + "\n")
         self.results = read_results(folder)
+        self.pool: Sequence[Example] = ()
         self._other: dict[Example, Example] = {}
+
+    def of_length(self, task: Task, examples: Sequence[Example], tokens: int) -> list[Example]:
+        """The examples with prompts of at most ``tokens``, and about as many (``data.of_length``).
+
+        Raises:
+            ValueError: names an example for which all the passages are too few.
+        """
+
+        @cache
+        def length(passage: Passage) -> int:
+            pieces = self._token_ids(task, replace(bare, passages=(passage,)))
+            return sum(map(len, pieces))
+
+        def room(example: Example) -> int:
+            ask = self.blender.tokenizer.encode(task.ask(example), add_special_tokens=False)
+            return tokens - len(self.blender.head_ids(task.header)) - len(ask) - len(frame.tail)
+
+        bare, frame = examples[0], self.blender.frame
+        return of_length(examples, room, length)
 
     def run(self, task: Task, examples: Iterable[Example], methods: Sequence[str]) -> list[Result]:
         """Results of ``methods`` (and ``full``) on ``examples``, those found in the folder included.
@@ -150,7 +175,7 @@ class Runner:
             blend_settings(method)  # refuses an unknown one before the first is run
         examples = list(examples)
         if any(split_behind(method)[1] in OTHERS for method in methods):
-            self._other = others(examples)
+            self._other = others(examples, self.pool or examples)
         if len(ids := Counter(example.id for example in examples)) < len(examples):
             name, count = ids.most_common(1)[0]
             raise ValueError(f"{count} examples have the id {name!r}; results are told apart by it")
@@ -330,16 +355,18 @@ def _fill(cells: Sequence[Cell], answers: Sequence[asking.Answer]) -> None:
         cell.answer = answer
 
 
-def others(examples: Sequence[Example]) -> dict[Example, Example]:
-    """For each the next one that has no passage in common with it; the last is followed by the first.
+def others(examples: Sequence[Example], pool: Sequence[Example]) -> dict[Example, Example]:
+    """For each the next one in ``pool`` that has no passage in common with it; the last is followed by
+    the first.
 
     Raises:
         ValueError: names one that has a passage in common with all others.
     """
     found = {}
-    for at, example in enumerate(examples):
+    for example in examples:
         texts = {passage.text for passage in example.passages}
-        for other in (*examples[at + 1 :], *examples[:at]):
+        at = pool.index(example)
+        for other in (*pool[at + 1 :], *pool[:at]):
             if texts.isdisjoint(passage.text for passage in other.passages):
                 found[example] = other
                 break
@@ -376,7 +403,7 @@ def read_results(folder: Path) -> list[Result]:
     return [Result(**row) for row in rows]
 
 
-def model_of(folder: Path) -> str | None:
-    """The model that a folder's results are of; None if it does not say."""
+def protocol_of(folder: Path) -> Protocol:
+    """What a folder's results are of; if it does not say, the model has the folder's name."""
     path = folder / RUN
-    return Protocol(**json.loads(path.read_text())).model if path.exists() else None
+    return Protocol(**json.loads(path.read_text())) if path.exists() else Protocol(folder.name)

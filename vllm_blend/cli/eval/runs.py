@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vllm_blend.cli.eval.runner import Result, model_of, read_results
+from vllm_blend.cli.eval.runner import Result, protocol_of, read_results
 
 What = Literal["kl", "lost", "score"]
 
@@ -18,15 +18,18 @@ class Run:
 
     Attributes:
         results: of all methods.
+        prompt_tokens: that prompts were brought to; None: they are as the set has them.
     """
 
     model: str
     task: str
     results: Sequence[Result]
+    prompt_tokens: int | None = None
 
     @property
     def label(self) -> str:
-        return f"{self.model}, {self.task}"
+        length = f", {self.prompt_tokens} tokens" if self.prompt_tokens else ""
+        return f"{self.model}, {self.task}{length}"
 
     def values(self, method: str, what: What) -> dict[str, float]:
         """By example: KL to full prefill, score, or what is lost of full prefill's score."""
@@ -44,8 +47,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in some folders; a folder that holds several tasks is several runs."""
     runs = []
     for folder in folders:
-        results = read_results(folder)
+        results, protocol = read_results(folder), protocol_of(folder)
         for task in dict.fromkeys(r.task for r in results):
             own = [r for r in results if r.task == task]
-            runs.append(Run(model_of(folder) or folder.name, task, own))
+            runs.append(Run(protocol.model, task, own, protocol.prompt_tokens))
     return runs

@@ -77,6 +77,10 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
+def percents(mean: Mean) -> str:
+    return f"{mean.value:.0%} [{mean.low:.0%}, {mean.high:.0%}]"
+
+
 def write_tables(summaries: Sequence[Summary], folder: Path) -> str:
     """Writes ``summary.json`` and ``summary.md`` into ``folder``; returns the Markdown."""
     tasks = dict.fromkeys(summary.task for summary in summaries)

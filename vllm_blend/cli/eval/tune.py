@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_blend.cli.eval.data import Example, read_examples
 from vllm_blend.cli.eval.methods import blend_settings
-from vllm_blend.cli.eval.run import examples_parser, runner_of
+from vllm_blend.cli.eval.run import asked, examples_parser, runner_of
 from vllm_blend.cli.eval.runner import Runner
 from vllm_blend.cli.eval.stats import Summary, summarize
 from vllm_blend.cli.eval.tables import interval, percent
@@ -62,7 +62,7 @@ def tune(
     if runner.blender.model.blending.loop is None:
         policies = [policy for policy in policies if BlendSettings(policy=policy).early]
     if kinds is None:
-        kinds = ["", BEHIND_OTHERS] if stand_in and len(examples) > 1 else [""]
+        kinds = ["", BEHIND_OTHERS] if stand_in and len(runner.pool or examples) > 1 else [""]
     for ratio in sorted(ratios):
         names = [f"{policy}@{ratio:g}{kind}" for policy in policies for kind in kinds]
         found = summarize(runner.run(task, examples, ["reuse", *names]))
@@ -98,9 +98,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
-    examples = read_examples(options.data, options.limit, options.max_passages)[options.skip :]
+    found = read_examples(options.data, max_passages=options.max_passages)
     runner, task = runner_of(options.task, options, False, "tune")
     try:
+        examples = asked(runner, task, found, options)
         best = tune(
             runner,
             task,
