@@ -429,3 +429,21 @@ def test_tuning_finds_the_smallest_ratio_that_does(blender: Any, tmp_path: Path)
     assert tune(runner, TASKS["synthetic"], examples, 1.0, ("random",), (0.1,)) is None
     with pytest.raises(ValueError, match="quality is 2"):
         tune(runner, TASKS["synthetic"], examples, 2)
+
+
+def test_keys_are_looked_up_and_scored_as_ruler_counts_them(blender: Any, tmp_path: Path) -> None:
+    """The question's end begins the answer, and the model talks on after it."""
+    keys = ["the red kite", "the tall mill", "the old pier", "the north gate"]
+    texts = [f"The magic number for {key} is {71 + 6 * i}." for i, key in enumerate(keys)]
+    examples = [
+        Example(key, tuple(map(Passage, texts)), f"The magic number for {key} is", (str(71 + 6 * i),))
+        for i, key in enumerate(keys)
+    ]
+    runner = Runner(blender, Protocol("SmolLM2"), tmp_path, batch=4)
+    found = runner.run(replace(TASKS["ruler"], max_tokens=8), examples, ["hkvd@1"])
+    right = {example.id: example.answers[0] for example in examples}
+    assert all(r.answer and r.score == (right[r.example] in r.answer) for r in found)
+    assert {r.score for r in found} == {0.0, 1.0}  # it looks up some of them
+    assert [r.score for r in found if r.method == "full"] == [
+        r.score for r in found if r.method != "full"
+    ]
