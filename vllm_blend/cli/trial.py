@@ -27,7 +27,8 @@ from vllm_blend.cli.prompts import Row
 from vllm_blend.core.settings import policy_factors
 
 if TYPE_CHECKING:
-    from vllm_blend.cli.eval.runner import Result, Runner
+    from vllm_blend.cli.eval.runner import Runner
+    from vllm_blend.cli.eval.runs import Result
     from vllm_blend.cli.eval.stats import Summary
     from vllm_blend.cli.eval.tasks import Task
 
@@ -151,7 +152,8 @@ def _runner(
 ) -> tuple[Runner, Task]:
     """An engine with the model's chat template, if it has one; prompts one after the other."""
     from vllm_blend.cli.eval.run import make_blender
-    from vllm_blend.cli.eval.runner import Protocol, Runner
+    from vllm_blend.cli.eval.runner import Runner
+    from vllm_blend.cli.eval.runs import Protocol
     from vllm_blend.cli.eval.tasks import Task
 
     blender = make_blender(Path(model), max_model_len, chat=None, **options)

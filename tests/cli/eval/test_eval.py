@@ -19,7 +19,7 @@ from vllm_blend.cli.eval.data import Example, Passage, example_of, of_length, re
 from vllm_blend.cli.eval.methods import blend_settings, known_share, split_behind
 from vllm_blend.cli.eval.metrics import score
 from vllm_blend.cli.eval.run import methods_of, run_parser
-from vllm_blend.cli.eval.runner import RESULTS, RUN, Protocol, Result
+from vllm_blend.cli.eval.runs import RESULTS, RUN, Protocol, Result
 from vllm_blend.cli.eval.stats import bootstrap, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.cli.eval.synthetic import synthetic
 from vllm_blend.cli.eval.tables import HEADER, grid, markdown

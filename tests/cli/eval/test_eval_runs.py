@@ -25,7 +25,8 @@ from vllm_blend.cli.eval.forcing import check_forced, forced_params
 from vllm_blend.cli.eval.logits import watching
 from vllm_blend.cli.eval.report import render
 from vllm_blend.cli.eval.run import asked, make_blender, run_parser
-from vllm_blend.cli.eval.runner import RESULTS, RUN, Protocol, Result, Runner, others, read_results
+from vllm_blend.cli.eval.runner import Runner, others
+from vllm_blend.cli.eval.runs import RESULTS, RUN, Protocol, Result, read_results
 from vllm_blend.cli.eval.stats import summarize
 from vllm_blend.cli.eval.synthetic import synthetic
 from vllm_blend.cli.eval.tasks import TASKS

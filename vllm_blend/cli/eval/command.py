@@ -25,7 +25,7 @@ def data_file(text: str) -> Path:
 
 def results_folder(text: str) -> Path:
     """An option's folder that ``eval run --output`` wrote."""
-    from vllm_blend.cli.eval.runner import read_results
+    from vllm_blend.cli.eval.runs import read_results
 
     path = Path(text)
     if not read_results(path):

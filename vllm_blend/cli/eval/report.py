@@ -18,7 +18,7 @@ from vllm_blend.cli.eval.command import command_parser, data_file, results_folde
 from vllm_blend.cli.eval.data import read_examples
 from vllm_blend.cli.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.cli.eval.run import make_blender
-from vllm_blend.cli.eval.runner import read_results
+from vllm_blend.cli.eval.runs import read_results
 from vllm_blend.cli.eval.stats import Summary, summarize
 from vllm_blend.cli.eval.tables import HEADER, row
 from vllm_blend.cli.eval.tasks import TASKS

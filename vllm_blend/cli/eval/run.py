@@ -130,7 +130,8 @@ def runner_of(
     task_name: str, options: argparse.Namespace, answers: bool, default_output: str
 ) -> tuple[Runner, Task]:
     """What ``examples_parser``'s options say: an engine, the protocol, the folder, the task."""
-    from vllm_blend.cli.eval.runner import Protocol, Runner
+    from vllm_blend.cli.eval.runner import Runner
+    from vllm_blend.cli.eval.runs import Protocol
 
     task = TASKS[task_name]
     if options.max_tokens:

@@ -30,6 +30,7 @@ from vllm_blend.cli.eval.methods import (
     split_behind,
 )
 from vllm_blend.cli.eval.metrics import score
+from vllm_blend.cli.eval.runs import RESULTS, RUN, Protocol, Result, read_results
 from vllm_blend.cli.eval.tasks import Task
 from vllm_blend.core.prompt import TokenIds
 
@@ -41,54 +42,6 @@ if TYPE_CHECKING:
 Kind = tuple[str | None, float]
 """What chunks are computed after, and which share of them is known."""
 WHOLE: Kind = (None, 1.0)
-
-RESULTS, RUN = "results.jsonl", "run.json"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One method on one example; None where a number is not defined for the method.
-
-    Attributes:
-        task, example, method: their names.
-        num_tokens, num_reused: of the prompt; reused ones have stored KV.
-        answer: the text, without white space around it.
-        score: by the task's metric, 0 to 1; None in a run without answers.
-        kl: KL(full || method), mean over the first tokens of full prefill's answer, in nats.
-        first_kl: the same at the first of them alone.
-        top1: share of those tokens at which the first choice is full prefill's.
-        same: whether the answer is full prefill's, token for token; None likewise.
-        ttft: seconds from request to first token; MapReduce and MapRerank count the chunks' answers.
-            None in a run of batches, where requests wait for each other.
-    """
-
-    task: str
-    example: str
-    method: str
-    num_tokens: int
-    num_reused: int
-    answer: str | None
-    score: float | None
-    ttft: float | None
-    same: bool | None
-    kl: float | None = None
-    first_kl: float | None = None
-    top1: float | None = None
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """What must be the same for results to stand in one table; kept in ``run.json``."""
-
-    model: str
-    chunk_tokens: int = 512
-    kl_tokens: int = 16
-    max_passages: int | None = None
-    answers: bool = True  # False: only what teacher forcing tells, in half the time
-    max_tokens: int | None = None  # of an answer; None: the task's
-    passage_tokens: int | None = None  # a longer passage loses its end
-    dtype: str = "auto"
-    prompt_tokens: int | None = None  # about as many in each prompt; None: as the data has them
 
 
 @dataclass
@@ -388,22 +341,3 @@ def bos_id(tokenizer: Any) -> int:
         if token is not None:
             return int(token)
     raise ValueError("the tokenizer has neither BOS nor EOS")
-
-
-def read_results(folder: Path) -> list[Result]:
-    """Results found in a folder; a last line that was cut off is left out."""
-    path = folder / RESULTS
-    if not path.exists():
-        return []
-    text = path.read_text()
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        path.write_text(text)
-    rows: list[Any] = [json.loads(line) for line in text.splitlines()]
-    return [Result(**row) for row in rows]
-
-
-def protocol_of(folder: Path) -> Protocol:
-    """What a folder's results are of; if it does not say, the model has the folder's name."""
-    path = folder / RUN
-    return Protocol(**json.loads(path.read_text())) if path.exists() else Protocol(folder.name)

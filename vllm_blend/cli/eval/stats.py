@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_blend.cli.eval.methods import split_behind
-from vllm_blend.cli.eval.runner import Result
+from vllm_blend.cli.eval.runs import Result
 
 RESAMPLES = 10_000
 

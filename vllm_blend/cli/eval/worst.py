@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_blend.cli.eval.command import command_parser, results_folder
-from vllm_blend.cli.eval.runner import Result, read_results
+from vllm_blend.cli.eval.runs import Result, read_results
 
 
 def worst(results: Sequence[Result], method: str, count: int) -> list[tuple[Result, dict[str, Result]]]:
