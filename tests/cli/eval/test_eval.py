@@ -90,8 +90,10 @@ def test_prompts_of_a_length(sizes: list[list[int]], gold: int, room: int) -> No
     try:
         found = of_length(examples, lambda example: room, length)
     except ValueError as error:
-        assert room > total and "'e0' has room for" in str(error)
+        assert "has room for" in str(error) and (room > total or room < 9)
         return
+    assert room <= total
+    assert all(example.passages for example in found)
     assert found == of_length(examples, lambda example: room, length)
     for before, after in zip(examples, found, strict=True):
         own, texts = set(before.passages), {passage.text for passage in after.passages}
@@ -210,9 +212,9 @@ def test_summaries_pair_each_example_with_full_prefill() -> None:
 
 
 def test_the_fastest_within_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Slow loses nothing, middle 1.5% in the mean, fast 10%; only another run has their times."""
+    """Slow loses nothing, middle 1.8% in the mean, fast 10%; only another run has their times."""
     base = Result("t", "0", "full", 9, 0, "a", 1.0, None, True)
-    lost = {"full": 0.0, "hkvd@0.5": 0.0, "static@0.16": 0.015, "reuse": 0.1, "mapreduce": -1.0}
+    lost = {"full": 0.0, "hkvd@0.5": 0.0, "static@0.16": 0.018, "reuse": 0.1, "mapreduce": -1.0}
     speed = {"full": 1.0, "hkvd@0.5": 1.5, "static@0.16": 4.0, "reuse": 8.0, "mapreduce": 9.0}
 
     def write(name: str, rows: list[Result], tokens: int | None, behind: str = "") -> str:
@@ -238,11 +240,15 @@ def test_the_fastest_within_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:3] == ["m, t, 8192 tokens", "4", "0.750"]
     assert cells[3] == "1.5x, `hkvd@0.5` (0% [0%, 0%])"
-    assert cells[4].startswith("4.0x, `static@0.16` (1% [") or cells[4].startswith(
-        "4.0x, `static@0.16` (2%"
+    assert cells[4].startswith("4.0x, `static@0.16` (2% [")
+    other = write("other", [replace(r, task="u") for r in scores], 8192, ":behind=harvested")
+    main(["across", "within", run, other, "--times", str(tmp_path / "long")])
+    *_, mean = capsys.readouterr().out.splitlines()
+    assert mean.startswith(
+        "| m, mean of 2 |  | 0.750 | 1.5x, `hkvd@0.5` (0% [0%, 0%]) | 4.0x, `static@0.16` (2% ["
     )
-    main(["across", "within", run, "--times", short])
-    assert capsys.readouterr().out.splitlines()[2].split("|")[-2].strip() == "none"
+    main(["across", "within", run, "--times", short, "--losses", "0.01", "-0.5"])
+    assert capsys.readouterr().out.splitlines()[2].split("|")[-3:-1] == [" not timed ", " none "]
 
 
 def test_what_is_recovered_is_of_chunks_computed_behind_the_same() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vllm_blend.cli.eval.command import command_parser, results_folder
-from vllm_blend.cli.eval.runs import Run, What, read_runs
+from vllm_blend.cli.eval.runs import Run, What, lines, read_runs
 from vllm_blend.cli.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.cli.eval.tables import interval, number, percent, percents, table
 from vllm_blend.cli.eval.within import within_table
@@ -32,19 +32,6 @@ def common(run: Run, columns: Sequence[Column]) -> list[list[float]]:
     found = [column(run) for column in columns]
     keys = [key for key in found[0] if all(key in values for values in found)]
     return [[values[key] for key in keys] for values in found]
-
-
-def lines(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
-    """A line a run, then the means over each model's runs, each set's and all: a label and its runs."""
-    found = [(run.label, [index]) for index, run in enumerate(runs)]
-    models = list(dict.fromkeys(run.model for run in runs))
-    tasks = list(dict.fromkeys(run.task for run in runs))
-    groups = [(name, [i for i, run in enumerate(runs) if run.model == name]) for name in models]
-    if len(models) > 1:
-        if len(tasks) > 1:
-            groups += [(name, [i for i, run in enumerate(runs) if run.task == name]) for name in tasks]
-        groups.append(("all", list(range(len(runs)))))
-    return found + [(f"{name}, mean of {len(own)}", own) for name, own in groups if len(own) > 1]
 
 
 def grid(runs: Sequence[Run], columns: Mapping[str, Column], digits: int = 3) -> str:

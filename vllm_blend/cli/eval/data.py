@@ -102,7 +102,7 @@ def of_length(
         length: tokens of a passage.
 
     Raises:
-        ValueError: names an example for which all the passages are too few.
+        ValueError: names an example for which all the passages are too few, or that has room for none.
     """
     found = []
     for at, example in enumerate(examples):
@@ -120,6 +120,8 @@ def of_length(
                 raise ValueError(
                     f"{example.id!r} has room for {left} tokens more than all passages have"
                 )
+        if not kept:
+            raise ValueError(f"{example.id!r} has room for {left} tokens, and so for no passage")
         passages = list(kept.values())
         random.Random(example.id).shuffle(passages)
         found.append(replace(example, passages=tuple(passages)))

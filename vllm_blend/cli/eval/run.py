@@ -157,8 +157,11 @@ def asked(
 ) -> Sequence[Example]:
     """Those examples that the options say, at the length that they say; the others stay at hand as
     contexts."""
-    if options.prompt_tokens:
-        examples = runner.of_length(task, examples, options.prompt_tokens)
+    if (tokens := options.prompt_tokens) is not None:
+        try:
+            examples = runner.of_length(task, examples, tokens)
+        except ValueError as error:
+            raise SystemExit(f"--prompt-tokens is {tokens}: example {error}") from None
     runner.pool = examples
     return examples[options.skip : options.limit]
 

@@ -99,10 +99,11 @@ class Runner:
         self._other: dict[Example, Example] = {}
 
     def of_length(self, task: Task, examples: Sequence[Example], tokens: int) -> list[Example]:
-        """The examples with prompts of at most ``tokens``, and about as many (``data.of_length``).
+        """The examples with prompts of about ``tokens``, and no more unless gold passages alone have
+        more (``data.of_length``).
 
         Raises:
-            ValueError: names an example for which all the passages are too few.
+            ValueError: names an example for which all the passages are too few, or with room for none.
         """
 
         @cache

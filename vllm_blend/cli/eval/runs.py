@@ -102,6 +102,19 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
+def lines(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
+    """A line a run, then the means over each model's runs, each set's and all: a label and its runs."""
+    found = [(run.label, [index]) for index, run in enumerate(runs)]
+    models = list(dict.fromkeys(run.model for run in runs))
+    tasks = list(dict.fromkeys(run.task for run in runs))
+    groups = [(name, [i for i, run in enumerate(runs) if run.model == name]) for name in models]
+    if len(models) > 1:
+        if len(tasks) > 1:
+            groups += [(name, [i for i, run in enumerate(runs) if run.task == name]) for name in tasks]
+        groups.append(("all", list(range(len(runs)))))
+    return found + [(f"{name}, mean of {len(own)}", own) for name, own in groups if len(own) > 1]
+
+
 def read_results(folder: Path) -> list[Result]:
     """Results found in a folder; a last line that was cut off is left out."""
     path = folder / RESULTS
