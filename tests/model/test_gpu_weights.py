@@ -15,7 +15,15 @@ import torch
 from engines import Engine, make_engine, relative_error, tiny_model
 from quantize import FORMATS
 from rounding import mean
-from test_quantized import QUESTION, distances_to_full_prefill, first_logits, last_logits
+from test_quantized import (
+    QUESTION,
+    REAL,
+    check_identities,
+    distances_to_full_prefill,
+    first_logits,
+    last_logits,
+    texts,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -92,3 +100,11 @@ def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine, distances: tuple[f
     found = error(weights, noise, 1.0, "random")
     print(f"any KV: {found}")
     assert found < min(0.02, NEAR * distances[1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", REAL)
+def test_the_identities_of_a_real_model(form: str, dtype: str, smollm2: Path, tmp_path: Path) -> None:
+    quantized = FORMATS[form](smollm2, tmp_path / "quantized")
+    with make_engine(quantized, dtype=dtype, gpu_memory_utilization=0.3) as engine:
+        check_identities(engine, texts(smollm2))

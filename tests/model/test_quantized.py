@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,19 @@ def quantizes_to_fp8() -> bool:
     return bool(torch.ops._C.static_scaled_fp8_quant.default._schema.arguments)
 
 
+def needs_kernels(form: str) -> None:
+    """Skips where vLLM has none for a CPU."""
+    if not HAS_AVX512 and form != WITHOUT_AVX512:
+        pytest.skip(f"vLLM's kernels for weights in {form} need AVX-512 on a CPU")
+    if form == "fp8" and not quantizes_to_fp8():
+        pytest.skip("this build of vLLM declares its op that quantizes to fp8, and has none")
+
+
 @pytest.fixture(scope="module", params=FORMATS)
 def weights(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    if not HAS_AVX512 and request.param != WITHOUT_AVX512:
-        pytest.skip(f"vLLM's kernels for weights in {request.param} need AVX-512 on a CPU")
-    if request.param == "fp8" and not quantizes_to_fp8():
-        pytest.skip("this build of vLLM declares its op that quantizes to fp8, and has none")
+    needs_kernels(request.param)
     quantized = FORMATS[request.param](folder, tmp_path_factory.mktemp("quantized"))
     with make_engine(quantized, dtype="bfloat16") as engine:
         yield engine
@@ -140,11 +145,14 @@ def test_exact_kv_with_quantized_weights_is_full_prefill(weights: Engine, policy
         assert relative_error(logits, full) < 0.04  # 0.007 with weights in bfloat16
 
 
-def distances_to_full_prefill(engine: Engine) -> tuple[list[float], list[float]]:
-    """Relative errors of the logits after four prompts: blended with exact KV by three policies at
-    three ratios; and of full prefill where other last bits of K and V go to the cache."""
+def distances_to_full_prefill(
+    engine: Engine, prompts: Sequence[list[int]] | None = None
+) -> tuple[list[float], list[float]]:
+    """Relative errors of the logits after four prompts, random ones if none are given: blended with
+    exact KV by three policies at three ratios; and of full prefill where other last bits of K and V go
+    to the cache."""
     blended, to_itself = [], []
-    for prompt in (engine.ids(LENGTH, seed) for seed in range(1, 5)):
+    for prompt in prompts or [engine.ids(LENGTH, seed) for seed in range(1, 5)]:
         full = last_logits(engine, prompt)
         assert torch.equal(last_logits(engine, prompt), full)  # the same each time, if nothing differs
         for seed in range(4):
@@ -180,3 +188,49 @@ def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine) -> None:
     with weights.blending(noise, QUESTION, recomp_ratio=1.0, policy="random"):
         logits = last_logits(weights, prompt)
     assert relative_error(logits, full) < 0.02
+
+
+# --- weights of a real model ------------------------------------------------------------------------
+
+REAL = ("int4 (compressed-tensors)", "int8 (compressed-tensors)", "fp8")
+"""Formats whose kernels take SmolLM2's sizes."""
+
+
+def texts(folder: Path) -> list[list[int]]:
+    """Four prompts of a text, as the model in ``folder`` reads it."""
+    from transformers import AutoTokenizer
+
+    from vllm_blend.core.stand_in import text
+
+    ids: list[int] = AutoTokenizer.from_pretrained(folder).encode(text())
+    prompts = [ids[start : start + LENGTH] for start in range(0, 4 * LENGTH, LENGTH)]
+    assert all(len(prompt) == LENGTH for prompt in prompts)
+    return prompts
+
+
+def check_identities(engine: Engine, prompts: Sequence[list[int]]) -> None:
+    """Exact KV, and any KV where all is computed, are in the mean nearer to full prefill than it is to
+    itself; wrong KV is not."""
+    blended, to_itself = distances_to_full_prefill(engine, prompts)
+    print(f"exact KV {mean(blended):.4f} (at most {max(blended):.4f}),", end=" ")
+    print(f"full prefill to itself {mean(to_itself):.4f} ({max(to_itself):.4f})")
+    wrong, computed = [], []
+    torch.manual_seed(0)
+    for prompt in prompts:
+        full, exact = last_logits(engine, prompt), engine.collect(prompt)
+        rolled = [[k.roll(7, 0), v.roll(7, 0)] for k, v in exact]
+        noise = [[torch.randn_like(t) for t in layer] for layer in exact]
+        for kvs, ratio, errors in ((rolled, 0.0, wrong), (noise, 1.0, computed)):
+            with engine.blending(kvs, QUESTION, recomp_ratio=ratio, policy="random"):
+                errors.append(relative_error(last_logits(engine, prompt), full))
+    print(f"any KV, all rows computed {mean(computed):.4f}; wrong KV {mean(wrong):.4f}")
+    assert max(mean(blended), mean(computed)) < mean(to_itself)
+    assert mean(wrong) > 2 * mean(to_itself)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", REAL)
+def test_the_identities_of_a_real_model(form: str, smollm2: Path, tmp_path: Path) -> None:
+    needs_kernels(form)
+    with make_engine(FORMATS[form](smollm2, tmp_path / "quantized"), dtype="bfloat16") as engine:
+        check_identities(engine, texts(smollm2))
