@@ -113,7 +113,7 @@ def test_where_the_question_is_asked_the_window_has_its_share(
     options: dict[str, Any] = dict(policy=policy, recomp_ratio=ratio, seed=seed)
     plan = plan_of(made, seed, **options)
     generator = torch.Generator().manual_seed(seed)
-    twice = plan_of(made, seed, policy="static", recomp_ratio=min(1.0, 2 * ratio))
+    twice = plan_of(made, seed, policy="static", recomp_ratio=max(ratio, min(0.5, 2 * ratio)))
     for request in windows_of(plan, 5, cuts):
         asks = request.end > plan.spans[-1].end and (
             4 * (request.num_rows - request.num_chunk_rows) <= request.num_chunk_rows
@@ -166,7 +166,7 @@ def test_where_the_question_points_nowhere_twice_as_many_are_chosen(
     assume(request.settings.asks)
     received = torch.rand(request.num_chunk_rows, generator=torch.Generator().manual_seed(seed))
     once, more = (early.choose(request, received, nowhere).tolist() for nowhere in (False, True))
-    assert len(more) == num_kept(min(1.0, 2 * ratio), request.num_chunk_rows)
+    assert len(more) == num_kept(max(ratio, min(0.5, 2 * ratio)), request.num_chunk_rows)
     view = EarlyCandidates(request.windows, received, CPU)
     scores = make_policy(request.settings).scores(view).tolist()
     # by score: of tokens with the same one, as all that are exact have, either may be chosen

@@ -77,7 +77,7 @@ def test_rows_chosen_early_equal_the_dense_reference(engine: Engine, ratio: floa
     windows = [(span, span.start, span.end) for span in spans]
     view = EarlyCandidates(windows, received[held], torch.device("cpu"))
     twice = "ahead" in policy and slow_points_nowhere(view)
-    count = len(held) * (min(1.0, 2 * ratio) if twice else ratio)
+    count = len(held) * (max(ratio, min(0.5, 2 * ratio)) if twice else ratio)
     check_rows(chosen, policy, view, 0, int(count))
     expected, _ = early_logits(folder, prompt, old_kvs, held, [held[index] for index in chosen])
     assert relative_error(logits[0][-1], expected) < 1e-4

@@ -53,8 +53,8 @@ class BlendSettings:
             mask of the paper's published code, for comparison only; it lets queries see later keys.
         policy: how tokens are chosen: a name in ``POLICIES``, or a product ``a*b`` of their scores.
             Where ``ahead`` does not pay (``for_rows``), the rest of the product chooses twice as many
-            tokens; all of it does where the question points nowhere, as a request for a summary. Those
-            that look at chunk heads need a span for each chunk.
+            tokens, up to half of them; all of it does where the question points nowhere, as a request
+            for a summary. Those that look at chunk heads need a span for each chunk.
         seed: for ``"random"``, up to ``MAX_SEED``.
 
     Raises:
@@ -132,15 +132,15 @@ class BlendSettings:
     @cached_property
     def unasked(self) -> BlendSettings:
         """The same without asking the question: by the other factors of the product, or ``"static"``
-        where there are none, and twice as many tokens, which costs about as much quality
+        where there are none, and twice as many tokens (``doubled``), which costs about as much quality
         (docs/quality.md)."""
         factors = [name for name in policy_factors(self.policy) if name != "ahead"]
         ratios = self.recomp_ratios
         return replace(
             self,
             policy="*".join(factors) or "static",
-            recomp_ratio=min(1.0, 2 * self.recomp_ratio),
-            recomp_ratios=None if ratios is None else tuple(min(1.0, 2 * ratio) for ratio in ratios),
+            recomp_ratio=doubled(self.recomp_ratio),
+            recomp_ratios=None if ratios is None else tuple(doubled(ratio) for ratio in ratios),
         )
 
     @cached_property
@@ -250,6 +250,12 @@ NO_STAND_IN = BlendSettings(recomp_ratio=0.16)
 def num_kept(ratio: float, num_chunk_rows: int) -> int:
     """Rows that ``ratio`` of ``num_chunk_rows`` keeps: rounded down, all at 1.0."""
     return int(ratio * num_chunk_rows)
+
+
+def doubled(ratio: float) -> float:
+    """Twice as many tokens, but no more than half of them: beyond that a blend is no cheaper than full
+    prefill. A ratio above a half stays."""
+    return max(ratio, min(0.5, 2 * ratio))
 
 
 ASKED_SHARE = 1 / 4

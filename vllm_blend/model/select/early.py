@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from vllm_blend.core.plans import BlendPlan, ChunkSpan
-from vllm_blend.core.settings import num_kept
+from vllm_blend.core.settings import doubled, num_kept
 from vllm_blend.core.static_scores import Window, static_scores
 from vllm_blend.core.step import StepRequest
 from vllm_blend.model.select.policies import make_policy
@@ -99,9 +99,9 @@ def points_nowhere(request: StepRequest, received: torch.Tensor) -> torch.Tensor
 
 def num_chosen(request: StepRequest, nowhere: bool) -> int:
     """How many rows are chosen of a request whose question was asked: twice as many where it points
-    nowhere."""
+    nowhere (``doubled``)."""
     ratio = request.settings.last_ratio
-    return num_kept(min(1.0, 2 * ratio) if nowhere else ratio, request.num_chunk_rows)
+    return num_kept(doubled(ratio) if nowhere else ratio, request.num_chunk_rows)
 
 
 def choose(request: StepRequest, received: torch.Tensor | None, nowhere: bool = False) -> torch.Tensor:
