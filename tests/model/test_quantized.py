@@ -208,14 +208,14 @@ def texts(folder: Path) -> list[list[int]]:
     return prompts
 
 
-def check_identities(engine: Engine, prompts: Sequence[list[int]], near: float) -> None:
-    """Exact KV is in the mean nearer to full prefill than ``near`` times what that is to itself,
-    wrong KV is not; where all rows are computed, the KV that is given changes nothing."""
+def check_identities(engine: Engine, prompts: Sequence[list[int]]) -> None:
+    """Exact KV, and any KV where all is computed, are in the mean nearer to full prefill than it is to
+    itself, wrong KV is not; and where all is computed, the KV that is given changes nothing."""
     blended, to_itself = distances_to_full_prefill(engine, prompts)
     print(f"exact KV {mean(blended):.4f} (at most {max(blended):.4f}),", end=" ")
     print(f"full prefill to itself {mean(to_itself):.4f} ({max(to_itself):.4f})")
     torch.manual_seed(0)
-    errors = []
+    wrong_errors, computed_errors = [], []
     for prompt in prompts:
         exact = engine.collect(prompt)
         wrong = [[k.roll(7, 0), v.roll(7, 0)] for k, v in exact]
@@ -224,11 +224,13 @@ def check_identities(engine: Engine, prompts: Sequence[list[int]], near: float) 
         for kvs, ratio in ((wrong, 0.0), (exact, 1.0), (noise, 1.0)):
             with engine.blending(kvs, QUESTION, recomp_ratio=ratio, policy="random"):
                 found.append(last_logits(engine, prompt))
-        errors.append(relative_error(found[0], last_logits(engine, prompt)))
+        full = last_logits(engine, prompt)
+        wrong_errors.append(relative_error(found[0], full))
+        computed_errors.append(relative_error(found[2], full))
         assert relative_error(found[2], found[1]) < 1e-5
-    print(f"wrong KV {mean(errors):.4f}")
-    assert mean(blended) < near * mean(to_itself)
-    assert mean(errors) > 2 * mean(to_itself)
+    print(f"any KV, all rows computed {mean(computed_errors):.4f}; wrong KV {mean(wrong_errors):.4f}")
+    assert max(mean(blended), mean(computed_errors)) < mean(to_itself)
+    assert mean(wrong_errors) > 2 * mean(to_itself)
 
 
 @pytest.mark.slow
@@ -236,4 +238,4 @@ def check_identities(engine: Engine, prompts: Sequence[list[int]], near: float) 
 def test_the_identities_of_a_real_model(form: str, smollm2: Path, tmp_path: Path) -> None:
     needs_kernels(form)
     with make_engine(FORMATS[form](smollm2, tmp_path / "quantized"), dtype="bfloat16") as engine:
-        check_identities(engine, texts(smollm2), near=1.0)
+        check_identities(engine, texts(smollm2))

@@ -253,8 +253,8 @@ def num_kept(ratio: float, num_chunk_rows: int) -> int:
 
 
 def doubled(ratio: float) -> float:
-    """Twice as many tokens, up to half of them: a blend of all is dearer than full prefill. A ratio
-    above a half stays."""
+    """Twice as many tokens, up to half of them: a blend of all is no cheaper than full prefill. A
+    ratio above a half stays."""
     return max(ratio, min(0.5, 2 * ratio))
 
 
