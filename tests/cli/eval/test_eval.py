@@ -250,6 +250,17 @@ def test_the_fastest_within_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     main(["across", "within", run, "--times", short, "--losses", "0.01", "-0.5"])
     assert capsys.readouterr().out.splitlines()[2].split("|")[-3:-1] == [" not timed ", " none "]
+    names = [f"{m}:behind=harvested" for m in ("static@0.16", "hkvd@0.5", "hkvd@0.05")]
+    main(["across", "share", run, other, "--methods", *names])
+    tu = ("t, 8192 tokens", "u, 8192 tokens")
+    shares = [row.split(" | ") for row in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in shares] == [f"| m, {of}" for of in (*tu, "mean of 2")]
+    assert all(row[1].startswith("1.8% [") for row in shares)
+    assert all(row[2:] == ["0.0% [0.0%, 0.0%]", "- |"] for row in shares)
+    seldom = [replace(r, score=float(r.example == "0")) for r in scores]
+    rarely = write("rarely", seldom, 8192, ":behind=harvested")
+    main(["across", "within", rarely, "--times", str(tmp_path / "long")])
+    assert "8.0x, `reuse` (0% [too few])" in capsys.readouterr().out
 
 
 def test_what_is_recovered_is_of_chunks_computed_behind_the_same() -> None:

@@ -3,14 +3,16 @@
 vllm-blend eval across methods .out/*            # a table a run: each method's numbers
 vllm-blend eval across kl .out/* --methods reuse hkvd@0.16 ahead@0.16
 vllm-blend eval across lost .out/* --methods hkvd@0.16 ahead@0.16
+vllm-blend eval across share .out/* --methods hkvd@0.16 ahead@0.16
 vllm-blend eval across recovered .out/* --methods hkvd@0.16 --of reuse
 vllm-blend eval across within .out/* --losses 0.01 0.02 --times .out/timed
 vllm-blend eval across plot .out/* --policies hkvd ahead --output kl.svg
 
-``within`` is speed at a stated loss: the fastest method that loses no more of full prefill's mean score
-than that. ``--times`` are runs one request at a time, for runs in batches, which measure no TTFT.
-Intervals are 95%, by bootstrap over the examples; methods in one table are on the same examples. A mean
-over runs (a model's, a set's, all) gives each run the same weight.
+``lost`` is in points of the score, ``share`` in percent of full prefill's mean score. ``within`` is
+speed at a stated loss: the fastest method that loses no more of full prefill's mean score than that.
+``--times`` are runs one request at a time, for runs in batches, which measure no TTFT. Intervals are
+95%, by bootstrap over the examples; methods in one table are on the same examples. A mean over runs (a
+model's, a set's, all) gives each run the same weight.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from vllm_blend.cli.eval.command import command_parser, results_folder
 from vllm_blend.cli.eval.runs import Run, What, lines, read_runs
 from vllm_blend.cli.eval.stats import Mean, bootstrap_gone, bootstrap_over, summarize
 from vllm_blend.cli.eval.tables import interval, number, percent, percents, table
-from vllm_blend.cli.eval.within import within_table
+from vllm_blend.cli.eval.within import losses_of, within_table
 
 Column = Callable[[Run], Mapping[str, float]]
+WHATS = ("methods", "kl", "lost", "share", "recovered", "within", "plot")
 
 
 def common(run: Run, columns: Sequence[Column]) -> list[list[float]]:
@@ -99,13 +102,22 @@ def recovered_table(runs: Sequence[Run], methods: Sequence[str], of: str) -> str
     return table(["", f"lost by `{of}`", *heads], rows)
 
 
+def shares_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
+    """``lines`` of ``losses_of``: a cell a method, "-" for one that is not in all of the runs."""
+    rows = []
+    for label, own in lines(runs):
+        losses = losses_of([runs[index] for index in own])
+        rows.append([label, *(percents(losses[m], 1) if m in losses else "-" for m in methods)])
+    return table(["", *(f"`{method}`" for method in methods)], rows)
+
+
 def _values(method: str, what: What) -> Column:
     return lambda run: run.values(method, what)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__, "across")
-    parser.add_argument("what", choices=("methods", "kl", "lost", "recovered", "within", "plot"))
+    parser.add_argument("what", choices=WHATS)
     parser.add_argument("folders", type=results_folder, nargs="+", help="of eval run --output")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="columns, or rows")
     parser.add_argument("--of", default="reuse", help="recovered: the method that loses (reuse)")
@@ -117,10 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("kl.svg"), help="plot: .svg or .png")
     options = parser.parse_args(argv)
     runs, methods = read_runs(options.folders), options.methods
-    if options.what in ("kl", "lost", "recovered") and not methods:
+    if options.what in ("kl", "lost", "share", "recovered") and not methods:
         parser.error(f"{options.what}: give --methods")
     if options.what == "methods":
         print("\n".join(f"{heading(run)}\n\n{methods_table(run, methods)}" for run in runs), end="")
+    elif options.what == "share":
+        print(shares_table(runs, methods), end="")
     elif options.what == "recovered":
         print(recovered_table(runs, methods, options.of), end="")
     elif options.what == "within":

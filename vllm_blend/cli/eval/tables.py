@@ -77,8 +77,11 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def percents(mean: Mean) -> str:
-    return f"{mean.value:.0%} [{mean.low:.0%}, {mean.high:.0%}]"
+def percents(mean: Mean, digits: int = 0) -> str:
+    """``value [low, high]`` of a share; no interval where a draw has nothing to take a share of."""
+    if isnan(mean.low):
+        return f"{mean.value:.{digits}%} [too few]"
+    return f"{mean.value:.{digits}%} [{mean.low:.{digits}%}, {mean.high:.{digits}%}]"
 
 
 def write_tables(summaries: Sequence[Summary], folder: Path) -> str:
