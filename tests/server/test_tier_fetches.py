@@ -115,7 +115,7 @@ def test_what_is_too_short_to_be_found_is_not_learned() -> None:
 
 
 def test_what_no_tier_has_is_forgotten() -> None:
-    store: Any = SimpleNamespace(get=lambda key: None)
+    store: Any = SimpleNamespace(get=lambda key, layerwise: None)
     tiers = TierIO(store, ModelKey("weights", "rope", KVShape(1, 1, 8, torch.float32)))
     tiers.fetch(b"a", CHUNK)
     wait(tiers._fetches.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
+import torch
 from chunks import SHAPE, make_key, make_kv
 
 from vllm_blend.store.streaming_layers import ChunkLost, StreamingKV, StreamingLayers
@@ -67,3 +69,45 @@ def test_waiting_has_an_end() -> None:
     kv = late(timeout_s=0.01)
     with pytest.raises(ChunkLost, match="layer 0 did not arrive within 0.01 s"):
         kv.layers[0]
+
+
+def test_all_waits_together_have_an_end() -> None:
+    """As those of a step, so that a slow tier holds it up once, not once a layer."""
+    kv = late()
+    kv.layers.arrive()
+    kv.layers.hurry(0.05)
+    assert kv.layers[0] and not kv.layers.is_lost
+    with pytest.raises(ChunkLost, match="layer 1 did not arrive within 0.0"):
+        kv.layers[1]
+    assert kv.layers.is_lost
+    kv.layers.arrive()
+    with pytest.raises(ChunkLost):
+        kv.layers[2]
+    kv.layers.arrive()
+    assert kv.layers[2] and not kv.layers.is_lost  # it came after all
+
+
+def test_how_long_it_still_takes() -> None:
+    kv = late()
+    assert kv.layers.seconds_left == math.inf
+    kv.layers.arrive()
+    assert kv.layers.seconds_left == math.inf
+    kv.layers._began_at -= 30
+    kv.layers.arrive()
+    assert 5 <= kv.layers.seconds_left < 6
+    kv.layers.arrive()
+    assert kv.layers.seconds_left == 0
+
+
+def test_a_part_of_the_tokens_waits_for_layers_one_by_one() -> None:
+    kv = late()
+    part = kv.tokens(3, 8)
+    assert part.num_tokens == 5 and not part.has(0)
+    part.check(SHAPE, 5)
+    kv.layers.arrive()
+    assert part.has(0) and not part.has(1)
+    for found, whole in zip(part.layers[0], kv.layers.tensors[0], strict=True):
+        assert torch.equal(found, whole[3:8])
+    kv.layers.lose("gone")
+    with pytest.raises(ChunkLost):
+        part.layers[1]

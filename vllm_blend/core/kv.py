@@ -90,12 +90,12 @@ class StoredKV:
         return np.array([[tensor.data_ptr() for tensor in layer] for layer in layers])
 
     def tokens(self, start: int, end: int) -> StoredKV:
-        """The KV of tokens ``[start, end)`` of these; not copied. Waits for KV that comes late."""
+        """The KV of tokens ``[start, end)`` of these; not copied."""
         if (start, end) == (0, self.num_tokens):
             return self
         scores = None if self.scores is None else self.scores[start:end]
-        if isinstance(self.layers, BlockLayers | NarrowLayers):
-            return StoredKV(self.layers.tokens(start, end), scores)
+        if (part := getattr(self.layers, "tokens", None)) is not None:
+            return StoredKV(part(start, end), scores)
         return StoredKV(tuple((k[start:end], v[start:end]) for k, v in self.layers), scores)
 
     def check(self, shape: KVShape, num_tokens: int, name: str = "old_kvs") -> None:

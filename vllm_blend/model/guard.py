@@ -17,6 +17,7 @@ from zlib import crc32
 
 from vllm_blend.core import pipeline, tensor_parallel
 from vllm_blend.core.step import MAX_FAILURES
+from vllm_blend.store.streaming_layers import ChunkLost
 
 logger = logging.getLogger("vllm.vllm_blend")
 T = TypeVar("T")
@@ -112,6 +113,9 @@ class Guard:
             raise cause or error
         kind = error.kind if isinstance(error, StepFailed) else _kind(error)
         self._disordered |= kind == NEWS_FAILED
+        if kind == CHUNK_LOST:
+            logger.warning("vllm_blend: %s; the step is computed in full", cause or error)
+            return
         self._failures[kind] += 1
         if self._failures[kind] == 1 and cause is not None:  # those that follow are counted
             logger.error(
@@ -166,3 +170,5 @@ def _kind(error: Exception) -> int:
 
 
 NEWS_FAILED = _kind(NewsFailed())
+CHUNK_LOST = _kind(ChunkLost())
+"""A tier's failure, of which the store keeps count, and none of blending."""

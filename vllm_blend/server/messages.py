@@ -26,6 +26,8 @@ class WorkerCommands:
     Attributes:
         drop: chunks whose memory others need.
         fetch: chunks to be had from the store's lower tiers, if they are there.
+        overlap: of those, how many seconds of a load may be left when it counts as ended: the step that
+            reuses the chunk takes as long, and waits for each layer where it must.
         locate: chunks to be looked for there.
         discard: chunks that are to leave all tiers of the store.
         claim: tenants whose chunks in lower tiers are to be told, and what these may be computed after.
@@ -34,6 +36,7 @@ class WorkerCommands:
 
     drop: tuple[ChunkKey, ...] = ()
     fetch: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
+    overlap: tuple[tuple[ChunkKey, float], ...] = ()
     locate: tuple[tuple[ChunkKey, ChunkIds], ...] = ()
     claim: tuple[tuple[str, frozenset[tuple[int, ...]]], ...] = ()
     refresh: tuple[tuple[str, frozenset[tuple[int, ...]]], ...] = ()

@@ -125,6 +125,10 @@ class ChunkStore:
             self._await(one, deadline, layerwise) if isinstance(one, Load) else one for one in found
         ]
 
+    def lose(self, kv: StreamingKV) -> None:
+        """Counts a chunk as a miss that was found, and whose last layers did not come."""
+        self._stats.add(f"misses.{kv.layers.reason or Reason.UNAVAILABLE}")
+
     def peek(self, key: ChunkKey) -> StoredKV | None:
         """A chunk's KV if it is in memory now, put lately included; never waits, and counts nothing."""
         with self._lock:

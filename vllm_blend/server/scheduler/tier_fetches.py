@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey
+from vllm_blend.core.settings import BlendSettings, num_kept
 from vllm_blend.server.chunks.askers import ANSWERED
 from vllm_blend.server.chunks.chunk_contexts import HARVESTED, HARVESTED_FIRST, Contexts
 from vllm_blend.server.chunks.chunk_registry import ChunkRegistry, chunk_key
@@ -39,6 +40,18 @@ MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
 
+def num_rows(settings: BlendSettings, num_tokens: int, num_reused: int) -> int:
+    """Of a prompt's tokens those that a step computes while layers of its chunks are still to come. A
+    question that is asked first reads most of them before the rows are chosen.
+
+    Args:
+        num_reused: tokens of its chunks.
+    """
+    own = num_tokens - num_reused
+    settings = settings.for_rows(own, num_reused)
+    return own if settings.asks else own + num_kept(settings.recomp_ratio, num_reused)
+
+
 class Fetches:
     """The chunks that were asked for.
 
@@ -58,6 +71,7 @@ class Fetches:
         self._to_ask = FairQueue(MAX_WAITING_TOKENS)
         self._pending: dict[ChunkKey, ChunkIds] = {}  # asked for in the model's process
         self._to_compute: set[ChunkKey] = set()  # of those that were asked for, if no tier has them
+        self._overlaps: dict[ChunkKey, float] = {}  # of those that are still to be asked for
         self._waiters: defaultdict[ChunkKey, list[Waiting]] = defaultdict(list)
         self._to_locate: dict[ChunkKey, ChunkIds] = {}
         self._seekers: defaultdict[ChunkKey, list[Waiting]] = defaultdict(list)
@@ -92,9 +106,11 @@ class Fetches:
         if compute and chunk.context not in (HARVESTED, HARVESTED_FIRST):
             self._to_compute.add(key)
         if key not in self._pending and key not in self._to_ask:
+            self._overlaps.pop(key, None)
             dropped = self._to_ask.add(key, chunk)
             self._background.num_dropped += len(dropped)
             for other in dropped:
+                self._overlaps.pop(other, None)
                 self._askers.forget(other)
                 self._ended(other)
             if key in dropped:
@@ -104,6 +120,7 @@ class Fetches:
     def remove(self, key: ChunkKey) -> None:
         """Nobody waits for a chunk any more."""
         self._to_ask.remove(key)
+        self._overlaps.pop(key, None)
         self._ended(key)
 
     def is_asked(self, key: ChunkKey) -> bool:
@@ -128,6 +145,7 @@ class Fetches:
 
     def clear(self) -> None:
         """Asks for nothing more."""
+        self._overlaps.clear()
         while self._to_ask:
             key, _ = self._to_ask.pop()
             self._askers.forget(key)
@@ -277,6 +295,7 @@ class Fetches:
         commands = WorkerCommands(
             drop,
             fetch=tuple(fetch),
+            overlap=tuple((k, self._overlaps.pop(k)) for k, _ in fetch if k in self._overlaps),
             locate=tuple(self._to_locate.items()),
             claim=tuple((tenant, contexts) for tenant in self._to_claim),
             refresh=tuple((tenant, contexts) for tenant in self._to_refresh),
@@ -311,14 +330,21 @@ class Fetches:
         for request in self._waiters.pop(key, ()):
             request.come(key, time.monotonic())
 
-    def wait(self, request: Waiting, missing: Iterable[ChunkIds]) -> None:
-        """Lets a request wait for chunks."""
+    def wait(self, request: Waiting, missing: Iterable[ChunkIds], num_rows: int = 0) -> None:
+        """Lets a request wait for chunks.
+
+        Args:
+            num_rows: that its prefill computes beside the last of their loads; 0: it begins after them.
+        """
         name = request.request_id
         compute = not self._contexts.harvest  # else it is kept from the request's own prefill
         keys = ((self.ask(chunk, name, compute), chunk) for chunk in missing)
         asked = {key: chunk for key, chunk in keys if key is not None}
+        beside = num_rows * self._token_seconds
         for key in asked:
             self._waiters[key].append(request)
+            if beside and key in self._to_ask:
+                self._overlaps[key] = min(beside, self._overlaps.get(key, beside))
         num_tokens = sum(len(chunk.token_ids) for chunk in asked.values())
         seconds = max(MIN_WAIT_S, num_tokens * (self._token_seconds or 1e-3)) if asked else 0.0
         request.wait(asked, time.monotonic(), seconds)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vllm_blend.server.chunks.chunk_contexts import Contexts
 from vllm_blend.server.internal.calibration import Calibration
 from vllm_blend.server.scheduler.lookup import Lookup
-from vllm_blend.server.scheduler.tier_fetches import Fetches
+from vllm_blend.server.scheduler.tier_fetches import Fetches, num_rows
 from vllm_blend.server.scheduler.waiting import State, Waiting
 
 
@@ -61,4 +61,7 @@ class TierWaits:
                     self._fetches.ask(chunk, waiting.request_id)
                 self._fetches.locate(waiting, missing)
             else:
-                self._fetches.wait(waiting, missing + found)
+                known = {variants[0].token_ids for variants in marked} | {c.token_ids for c in found}
+                reused = min(sum(map(len, known)), len(tokens) - 1)
+                rows = num_rows(waiting.blend_request.settings, len(tokens), reused)
+                self._fetches.wait(waiting, missing + found, rows)

@@ -13,6 +13,7 @@ from vllm_blend.server.messages import Lost, WorkerCommands, WorkerEvents
 from vllm_blend.server.worker.chunk_memory import ChunkMemory
 from vllm_blend.server.worker.collected import Distances, HostCopies, HostRows
 from vllm_blend.server.worker.tier_io import TierIO
+from vllm_blend.store.streaming_layers import ChunkLost
 
 
 class ChunkCache:
@@ -46,9 +47,10 @@ class ChunkCache:
         if self.tiers is not None:
             for chunk in orders.discard:
                 self.tiers.purge(chunk)
+        overlaps = dict(orders.overlap)
         for key, chunk in orders.fetch:
             assert self.tiers is not None
-            self.tiers.fetch(key, chunk)
+            self.tiers.fetch(key, chunk, overlaps.get(key, 0.0))
         for key, chunk in orders.locate:
             assert self.tiers is not None
             self.tiers.locate(key, chunk)
@@ -153,7 +155,11 @@ class ChunkCache:
             self._copies.end().synchronize()
         found = []
         for key, kv in self._chunks.items():
-            if all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer):
+            try:
+                finite = all(bool(torch.isfinite(part).all()) for layer in kv.layers for part in layer)
+            except ChunkLost:  # its last layers did not come: the scheduler is told
+                continue
+            if finite:
                 found.append(key)
             elif self.tiers is not None:
                 self.tiers.discard(key)
@@ -195,6 +201,10 @@ class ChunkCache:
             for key, found in fetched.items():
                 if found is not None:
                     self._chunks.setdefault(key, found)  # a prefill may have brought it meanwhile
+            for key, late in self.tiers.take_lost().items():
+                if self._chunks.get(key) is late:
+                    del self._chunks[key]
+                    events.lost.append(Lost("", key, 0, "late"))
             events.fetched = {key: kv is not None for key, kv in fetched.items()}
             events.located = self.tiers.located()
             if events.located:

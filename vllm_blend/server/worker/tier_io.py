@@ -16,6 +16,7 @@ from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.server.messages import Place
 from vllm_blend.server.worker.shared_records import SharedRecords
+from vllm_blend.store.streaming_layers import StreamingKV
 
 if TYPE_CHECKING:
     from vllm_blend.store import ChunkKey as StoreKey
@@ -32,6 +33,11 @@ LOOKS = 4
 """Chunks that are looked for at once."""
 PENDING, MISSING, FOUND = range(3)
 """How a fetch stands; that of several ranks stands as their least."""
+SHORT = 0.05
+"""A load with less left than this share of what may overlap is waited for: so a damaged record costs
+what it holds, and not the step."""
+LEAST_WAIT_S = 0.25
+"""A step waits for layers that are still to come twice as long as they may take, and this longer."""
 
 
 class TierIO:
@@ -47,6 +53,10 @@ class TierIO:
         self._model_key = self._first_key = model_key
         self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="chunk-fetch")
         self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
+        self._overlaps: dict[ChunkKey, float] = {}  # of fetches that may end before their loads do
+        self._late: dict[ChunkKey, StoredKV] = {}  # their chunks, until all layers are there
+        self._lost: dict[ChunkKey, StoredKV] = {}  # those that were not to be had after all
+        self._whole: dict[ChunkKey, StoredKV] = {}  # the others, until they are settled
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
         self._lookers = ThreadPoolExecutor(LOOKS, thread_name_prefix="chunk-locate")
         self._looks: dict[ChunkKey, Future[Place]] = {}
@@ -91,7 +101,9 @@ class TierIO:
         """
         first = self._first_key
         self._model_key = replace(first, weights=f"{first.weights} {weights}") if weights else first
-        for asked in (self._fetches, self._puts, self._looks, self._claims, self._names):
+        fetches: list[dict[Any, Any]] = [self._fetches, self._overlaps, self._late]
+        fetches += [self._lost, self._whole]
+        for asked in (*fetches, self._puts, self._looks, self._claims, self._names):
             asked.clear()
         self._records = SharedRecords(self.store, CLAIMED_TOKENS)
 
@@ -104,8 +116,9 @@ class TierIO:
         return True
 
     def settled(self) -> dict[ChunkKey, StoredKV]:
-        """Chunks that were put and lie in the store's memory since, there to be shared with it."""
-        found = {}
+        """Chunks that lie in the store's memory since they were put, or since all of their layers have
+        come; there to be shared with it."""
+        found, self._whole = self._whole, {}
         for key, (store_key, kv) in list(self._puts.items()):
             held = self.store.peek(store_key)
             if held is not kv:  # else it waits to be copied
@@ -121,29 +134,61 @@ class TierIO:
 
     def forget(self, key: ChunkKey) -> None:
         """A chunk is not here any more."""
-        self._names.pop(key, None)
+        for known in (self._names, self._late, self._whole):
+            known.pop(key, None)
 
-    def fetch(self, key: ChunkKey, chunk: ChunkIds) -> None:
-        """Begins to bring a chunk to memory."""
+    def fetch(self, key: ChunkKey, chunk: ChunkIds, overlap: float = 0.0) -> None:
+        """Begins to bring a chunk to memory.
+
+        Args:
+            overlap: seconds of its load that may be left when it counts as fetched.
+        """
         if key not in self._fetches:
             name = self._names[key] = self._key(chunk)
-            self._fetches[key] = self._pool.submit(lambda: self.store.get(name))
+            early = overlap > 0
+            if early:
+                self._overlaps[key] = overlap
+            self._fetches[key] = self._pool.submit(lambda: self.store.get(name, layerwise=early))
 
     def fetched(self) -> dict[ChunkKey, StoredKV | None]:
         """The chunks whose fetches have ended since this was last asked; None: not to be had.
 
-        They have ended when they have in all ranks, and a chunk is there if all its parts are.
+        They have ended when they have in all ranks, and a chunk is there if all its parts are. One that
+        may overlap a step is there when what is left of its load takes no longer than that.
         """
         found: dict[ChunkKey, StoredKV | None] = {}
-        states = pipeline.all_reduce_min([_state(future) for future in self._fetches.values()])
-        for key, state in zip(list(self._fetches), states, strict=True):
+        late, own = list(self._late), [_state_of(kv, 0.0) for kv in self._late.values()]
+        own += [_state(f, self._overlaps.get(key, 0.0)) for key, f in self._fetches.items()]
+        states = pipeline.all_reduce_min(own)
+        for key, state in zip(late, states[: len(late)], strict=True):
+            if state != PENDING:
+                here = self._late.pop(key)
+                if state == MISSING:
+                    self._count(here)
+                    self._lost[key] = here
+                    self._names.pop(key, None)
+                else:
+                    self._whole[key] = whole(here)
+        for key, state in zip(list(self._fetches), states[len(late) :], strict=True):
             if state == PENDING:
                 continue
             kv = self._result(self._fetches.pop(key))
+            overlap = self._overlaps.pop(key, 0.0)
             found[key] = kv if state == FOUND else None
             if state == MISSING:
+                self._count(kv)
                 self.forget(key)  # nobody will drop it
+            elif kv is not None and overlap:
+                self._late[key] = kv
+                if isinstance(kv, StreamingKV):
+                    kv.layers.hurry(2 * overlap + LEAST_WAIT_S)
         return found
+
+    def take_lost(self) -> dict[ChunkKey, StoredKV]:
+        """Chunks that counted as fetched, and whose last layers did not come; since this was last
+        called."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def discard(self, key: ChunkKey) -> None:
         """Removes a chunk from the store's memory; what the other tiers have is verified when read."""
@@ -240,6 +285,11 @@ class TierIO:
     def _key(self, chunk: ChunkIds) -> StoreKey:
         return self._model_key.chunk(chunk.token_ids, chunk.context, chunk.tenant)
 
+    def _count(self, kv: StoredKV | None) -> None:
+        """A chunk that was found is not to be had; of those that were not the store keeps count."""
+        if isinstance(kv, StreamingKV) and kv.layers.is_lost:
+            self.store.lose(kv)
+
     @staticmethod
     def _result(future: Future[StoredKV | None]) -> StoredKV | None:
         if (error := future.exception()) is not None:
@@ -248,7 +298,23 @@ class TierIO:
         return future.result()
 
 
-def _state(fetch: Future[StoredKV | None]) -> int:
+def _state(fetch: Future[StoredKV | None], overlap: float) -> int:
     if not fetch.done():
         return PENDING
-    return MISSING if fetch.exception() is not None or fetch.result() is None else FOUND
+    kv = None if fetch.exception() is not None else fetch.result()
+    return MISSING if kv is None else _state_of(kv, overlap)
+
+
+def _state_of(kv: StoredKV, overlap: float) -> int:
+    """Of KV whose layers may still be on their way."""
+    if not isinstance(kv, StreamingKV):
+        return FOUND
+    left = kv.layers.seconds_left
+    if kv.layers.is_lost:
+        return MISSING
+    return FOUND if left == 0 or SHORT * overlap < left <= overlap else PENDING
+
+
+def whole(kv: StoredKV) -> StoredKV:
+    """KV whose layers have all come, as any other's."""
+    return StoredKV(kv.layers.tensors, kv.scores) if isinstance(kv, StreamingKV) else kv
