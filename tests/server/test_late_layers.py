@@ -20,7 +20,7 @@ from vllm_blend.core.kv import KVShape
 from vllm_blend.core.plans import ChunkIds
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.model.blending import Blending
-from vllm_blend.server.scheduler.tier_fetches import num_rows
+from vllm_blend.server.scheduler.tier_fetches import rows_beside
 from vllm_blend.server.worker import tier_io
 from vllm_blend.server.worker.tier_io import TierIO
 from vllm_blend.store import DiskTier, ModelKey
@@ -193,6 +193,6 @@ def test_the_rows_beside_a_load() -> None:
     """Those that the step computes; of a policy that asks first the question's alone."""
     static = BlendSettings(policy="static", recomp_ratio=0.1)
     asks = BlendSettings(policy="ahead*static", recomp_ratio=0.1)
-    assert num_rows(static, 1100, 1000) == 100 + 100
-    assert num_rows(asks, 1100, 1000) == 100
-    assert num_rows(asks, 2000, 1000) == 1000 + 200  # so many new tokens that it is not asked
+    assert rows_beside(static, 1100, 1000) == 100 + 100
+    assert rows_beside(asks, 1100, 1000) == 100
+    assert rows_beside(asks, 2000, 1000) == 1000 + 200  # so many new tokens that it is not asked

@@ -40,7 +40,7 @@ MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
 
-def num_rows(settings: BlendSettings, num_tokens: int, num_reused: int) -> int:
+def rows_beside(settings: BlendSettings, num_tokens: int, num_reused: int) -> int:
     """Of a prompt's tokens those that a step computes while layers of its chunks are still to come. A
     question that is asked first reads most of them before the rows are chosen.
 

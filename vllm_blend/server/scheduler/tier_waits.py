@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vllm_blend.server.chunks.chunk_contexts import Contexts
 from vllm_blend.server.internal.calibration import Calibration
 from vllm_blend.server.scheduler.lookup import Lookup
-from vllm_blend.server.scheduler.tier_fetches import Fetches, num_rows
+from vllm_blend.server.scheduler.tier_fetches import Fetches, rows_beside
 from vllm_blend.server.scheduler.waiting import State, Waiting
 
 
@@ -63,5 +63,5 @@ class TierWaits:
             else:
                 known = {variants[0].token_ids for variants in marked} | {c.token_ids for c in found}
                 reused = min(sum(map(len, known)), len(tokens) - 1)
-                rows = num_rows(waiting.blend_request.settings, len(tokens), reused)
+                rows = rows_beside(waiting.blend_request.settings, len(tokens), reused)
                 self._fetches.wait(waiting, missing + found, rows)
