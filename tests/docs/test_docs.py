@@ -237,7 +237,8 @@ def check_command(words: list[str], folder: Path) -> None:
     elif program == "python":
         script = ROOT / rest[0]
         assert script.is_file(), rest[0]
-        check_flags(rest[1:], [script, *script.parent.glob("common.py")])
+        shared = ["common.py"] + ["served.py"] * ("parser_of" in script.read_text())
+        check_flags(rest[1:], [script, *(p for name in shared for p in script.parent.glob(name))])
     elif program == "vllm-blend":
         check_own(rest, folder)
     elif program == "vllm":

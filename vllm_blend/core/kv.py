@@ -29,6 +29,10 @@ class KVShape:
         return (num_tokens, self.num_kv_heads, self.head_size)
 
 
+class ChunkLost(RuntimeError):
+    """A chunk's KV was promised and cannot be loaded; its tokens must be computed instead."""
+
+
 @dataclass(frozen=True, eq=False)
 class StoredKV:
     """The KV of consecutive tokens, computed once, layer by layer; never written to.
@@ -36,7 +40,8 @@ class StoredKV:
     Attributes:
         layers: K (before RoPE) and V of each layer, ``[num_tokens, num_kv_heads, head_size]``. Where
             they are still being loaded (``store/streaming_layers.py``), ``layers[i]`` waits for layer
-            ``i``; where they are kept in fp8 (``store/fp8.py``), it is widened.
+            ``i``, or raises ``ChunkLost``; where they are kept in fp8 (``store/fp8.py``), it is
+            widened.
         scores: how far each token's K and V move between two contexts (``core/static_scores.py``),
             ``[num_tokens]`` float32 in the host's memory; None: they were computed in one only.
     """

@@ -16,8 +16,8 @@ from typing import TypeVar
 from zlib import crc32
 
 from vllm_blend.core import pipeline, tensor_parallel
+from vllm_blend.core.kv import ChunkLost
 from vllm_blend.core.step import MAX_FAILURES
-from vllm_blend.store.streaming_layers import ChunkLost
 
 logger = logging.getLogger("vllm.vllm_blend")
 T = TypeVar("T")

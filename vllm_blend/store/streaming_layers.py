@@ -8,15 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import overload
 
+from vllm_blend.core.kv import ChunkLost as ChunkLost
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import LayerKV, LazyLayers
 
 FIRST_LAYERS = 2
 """The first layers come out of buffers, and say little of how fast the others will come."""
-
-
-class ChunkLost(RuntimeError):
-    """A chunk's KV was promised and cannot be loaded; its tokens must be computed instead."""
 
 
 class StreamingLayers(Sequence[LayerKV]):

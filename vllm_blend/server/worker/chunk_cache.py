@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from vllm_blend.core.kv import KVShape, StoredKV
+from vllm_blend.core.kv import ChunkLost, KVShape, StoredKV
 from vllm_blend.core.plans import BlendPlan, ChunkKey, ChunkSpan, CollectPlan, KeyedPlan
 from vllm_blend.server.messages import Lost, WorkerCommands, WorkerEvents
 from vllm_blend.server.worker.chunk_memory import ChunkMemory
 from vllm_blend.server.worker.collected import Distances, HostCopies, HostRows
 from vllm_blend.server.worker.tier_io import TierIO
-from vllm_blend.store.streaming_layers import ChunkLost
 
 
 class ChunkCache:
