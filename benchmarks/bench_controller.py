@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes most of the memory
 
 from harness import QUESTION, documents, hardware, print_table
+from slow_disk import Line, SlowSource
 from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
@@ -33,7 +33,6 @@ from vllm_blend.api.load_control import PacedBlender, PacedOutput
 from vllm_blend.store import ChunkKey, ChunkStore, DiskTier
 from vllm_blend.store.controller import Decision, Offer, recommend
 from vllm_blend.store.load_time import LoadTime
-from vllm_blend.store.tier import Source
 
 PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 OFFERS = {"RAM": [20e9, 3.0], "NVMe": [3e9, 0.1], "network disk": [4e8, 0.05], "objects": [1e8, 0.02]}
@@ -41,40 +40,15 @@ OFFERS = {"RAM": [20e9, 3.0], "NVMe": [3e9, 0.1], "network disk": [4e8, 0.05], "
 
 
 class ThrottledDisk(DiskTier):
-    """A disk tier whose reads share a line of ``bytes_per_s``, each read after ``latency_s``."""
+    """A disk tier whose reads share a ``line``, each after ``latency_s``."""
 
-    bytes_per_s = 1e12
     latency_s = 0.0
-    _free_at = 0.0
-    _line = threading.Lock()
+    line = Line()
 
     def open(self, key: ChunkKey) -> Any:
         source = super().open(key)
         time.sleep(self.latency_s)
-        return None if source is None else ThrottledSource(source, self)
-
-    def transfer(self, num_bytes: int) -> None:
-        """Returns when the line has carried as much."""
-        with self._line:
-            self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self.bytes_per_s
-            left = self._free_at - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-
-
-class ThrottledSource:
-    def __init__(self, source: Source, tier: ThrottledDisk) -> None:
-        self.num_bytes = source.num_bytes
-        self._source = source
-        self._tier = tier
-
-    def read(self, offset: int, into: memoryview) -> int:
-        count = self._source.read(offset, into)
-        self._tier.transfer(count)
-        return count
-
-    def close(self) -> None:
-        self._source.close()
+        return None if source is None else SlowSource(source, self.line)
 
 
 def main() -> None:
@@ -132,7 +106,7 @@ def sweep(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """One row: every method at one rate."""
-    tier.bytes_per_s = bytes_per_s
+    tier.line.bytes_per_s = bytes_per_s
     every, none = (True,) * len(texts), (False,) * len(texts)
     fixed = {
         f"{ratio:.0%}": Decision(ratio, every, 0, 0, 0, "fixed")

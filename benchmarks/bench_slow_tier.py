@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import pathlib
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -57,10 +56,10 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=400)
     parser.add_argument("--repeat", type=int, default=5, help="prompts at each rate")
     options = parser.parse_args()
-    sys.exit(run(options))
+    run(options)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = model_of(options, folder)
@@ -88,7 +87,6 @@ def run(options: argparse.Namespace) -> int:
     print(f"\n{hardware()}; {size}, {options.policy}@{options.ratio}, {options.dtype}\n")
     print_table(("tier", "load (s)", "compute (s)", "TTFT (s)", "of the longer", "of the sum"), rows)
     print(json.dumps({"policy": options.policy, "ratio": options.ratio, "times": found}))
-    return 0
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""A disk whose reads share a line of so many bytes a second: a vLLM plugin, for servers to be measured.
+"""Disks whose reads share a line of so many bytes a second; a vLLM plugin, for servers to be measured.
 
-The file that ``RATE`` names holds the rate, which may change while a server runs.
+The file that ``RATE`` names holds a server's rate, which may change while it runs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,31 @@ RATE = "SLOW_DISK_RATE_FILE"
 """The environment's variable."""
 
 
+class Line:
+    """What reads share: ``bytes_per_s`` in all, which may change."""
+
+    def __init__(self, bytes_per_s: float = 1e12) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at, self._lock = 0.0, threading.Lock()
+
+    def transfer(self, num_bytes: int) -> None:
+        """Returns when the line has carried as much."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self.bytes_per_s
+            left = self._free_at - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
 class SlowSource:
-    """An open record; its reads end when the line has carried as much.
+    """An open record whose bytes come over a line."""
 
-    Attributes:
-        line: of all sources: when it is free again.
-    """
-
-    line, free_at = threading.Lock(), 0.0
-
-    def __init__(self, source: Source, bytes_per_s: float) -> None:
-        self.num_bytes, self._source, self._bytes_per_s = source.num_bytes, source, bytes_per_s
+    def __init__(self, source: Source, line: Line) -> None:
+        self.num_bytes, self._source, self._line = source.num_bytes, source, line
 
     def read(self, offset: int, into: memoryview) -> int:
         count = self._source.read(offset, into)
-        with SlowSource.line:
-            now = time.perf_counter()
-            SlowSource.free_at = max(SlowSource.free_at, now) + count / self._bytes_per_s
-            left = SlowSource.free_at - now
-        time.sleep(left)
+        self._line.transfer(count)
         return count
 
     def close(self) -> None:
@@ -45,11 +51,11 @@ class SlowSource:
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
-    path = Path(os.environ[RATE])
-    stock = DiskTier.open
+    path, line, stock = Path(os.environ[RATE]), Line(), DiskTier.open
 
     def opened(tier: DiskTier, key: Any) -> Any:
         source = stock(tier, key)
-        return None if source is None else SlowSource(source, float(path.read_text()))
+        line.bytes_per_s = float(path.read_text())
+        return None if source is None else SlowSource(source, line)
 
     setattr(DiskTier, "open", opened)  # noqa: B010

@@ -61,7 +61,7 @@ class Blender:
         stand_in: a text of the kind that chunks are of, some 500 tokens, such as a few passages of the
             corpus; text (a separator follows it) or token ids (likewise). It stands in for the chunks
             before a chunk, so that stored KV is nearer to what the prompt makes of it. None: a text of
-            our own, which helps small models (docs/quality.md); "": nothing.
+            our own, which helps a small model (docs/quality.md); "": nothing.
         separator: text after each chunk; it becomes part of the chunk.
         store: where chunks are kept; whoever made it closes it.
         salt: of the tenant whose chunks these are: others do not find them in the store.

@@ -42,8 +42,7 @@ class Load:
             late = self.opened.result(timeout_s)
             if late is None or layerwise:
                 return late
-            late.wait()
-            return StoredKV(late.layers.tensors, late.scores)
+            return late.wait()
         except (TimeoutError, ChunkLost):
             if self.reason is Reason.ABSENT:
                 self.reason = Reason.UNAVAILABLE

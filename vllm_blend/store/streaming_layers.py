@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import overload
 
 from vllm_blend.core.kv import ChunkLost as ChunkLost
 from vllm_blend.core.kv import StoredKV
@@ -16,7 +15,7 @@ FIRST_LAYERS = 2
 """The first layers come out of buffers, and say little of how fast the others will come."""
 
 
-class StreamingLayers(Sequence[LayerKV]):
+class StreamingLayers(LazyLayers):
     """A chunk's layers while they are loaded, in order, by another thread.
 
     Args:
@@ -38,18 +37,9 @@ class StreamingLayers(Sequence[LayerKV]):
     def __len__(self) -> int:
         return len(self.tensors)
 
-    @overload
-    def __getitem__(self, index: int) -> LayerKV: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LayerKV]: ...
-    def __getitem__(self, index: int | slice) -> LayerKV | Sequence[LayerKV]:
-        """Waits for the layer, or for the last one of a slice.
-
-        Raises:
-            ChunkLost: if it cannot be loaded, or not in time.
-        """
-        found = range(len(self))[index]
-        self.wait(found + 1 if isinstance(found, int) else max(found, default=-1) + 1)
+    def layer(self, index: int) -> LayerKV:
+        """One of them, once it is there; raises ChunkLost if it cannot be loaded, or not in time."""
+        self.wait(index + 1)
         return self.tensors[index]
 
     @property
@@ -150,6 +140,7 @@ class StreamingKV(StoredKV):
 
     layers: StreamingLayers
 
-    def wait(self) -> None:
-        """Waits for every layer; raises ChunkLost."""
+    def wait(self) -> StoredKV:
+        """Waits for every layer; the KV as any other's then. Raises ChunkLost."""
         self.layers.wait()
+        return StoredKV(self.layers.tensors, self.scores)

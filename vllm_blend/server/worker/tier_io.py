@@ -168,7 +168,7 @@ class TierIO:
                     self._lost[key] = here
                     self._names.pop(key, None)
                 else:
-                    self._whole[key] = whole(here)
+                    self._whole[key] = here.wait() if isinstance(here, StreamingKV) else here
         for key, state in zip(list(self._fetches), states[len(late) :], strict=True):
             if state == PENDING:
                 continue
@@ -313,8 +313,3 @@ def _state_of(kv: StoredKV, overlap: float) -> int:
     if kv.layers.is_lost:
         return MISSING
     return FOUND if left == 0 or SHORT * overlap < left <= overlap else PENDING
-
-
-def whole(kv: StoredKV) -> StoredKV:
-    """KV whose layers have all come, as any other's."""
-    return StoredKV(kv.layers.tensors, kv.scores) if isinstance(kv, StreamingKV) else kv
