@@ -138,6 +138,10 @@ class ProxyHandler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+SHORT = 256
+"""Bytes of an answer that no KV delays."""
+
+
 class SlowLine:
     """Passes bytes on to a server of this machine, those that come back at ``bytes_per_s``."""
 
@@ -159,13 +163,15 @@ class SlowLine:
                 far = socket.create_connection(("127.0.0.1", self._to))
             except OSError:
                 return
+            for end in (near, far):  # else what is small waits 40 ms for an acknowledgement
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for source, target, slow in ((near, far, False), (far, near, True)):
                 threading.Thread(target=self._pass, args=(source, target, slow), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
         try:
-            while data := source.recv(1 << 16):
-                if slow and self.bytes_per_s < inf:
+            while data := source.recv(1 << 12):
+                if slow and self.bytes_per_s < inf and len(data) > SHORT:
                     with self._line:  # all connections share it
                         time.sleep(len(data) / self.bytes_per_s)
                 target.sendall(data)

@@ -26,11 +26,11 @@ def line(redis_server: RedisServer) -> Iterator[SlowLine]:
     found.close()
 
 
-def passages(number: int) -> tuple[list[str], str]:
-    """Three chunks of some 800 tokens, and their question: they take far longer to compute than to
-    load, also beside other work."""
-    texts, question = sample(number)
-    return ["\n".join(texts[at:] + texts[:at]) for at in range(3)], question
+def long_passage() -> tuple[list[str], str]:
+    """One chunk of some 800 tokens and its question: it takes far longer to compute than to load, also
+    beside other work."""
+    texts, question = sample(1)
+    return ["\n".join(texts)], question
 
 
 def metric(url: str, name: str) -> float:
@@ -43,16 +43,16 @@ def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path:
     tiers = {"redis": redis, "storage": "fp8"}  # loads far faster than prefills, until held up
     with serving(smollm2, tmp_path, tiers, harvest=False) as url:
         client = connect(url)
-        for number in (1, 2, 3):
-            warm(client, *passages(number))
+        for prompt in (long_passage(), sample(2), sample(3)):
+            warm(client, *prompt)
         time.sleep(2)  # they are written from behind
     values = {"recomp_ratio": "auto", "quality_floor": 0.2, "harvest": False}
     with serving(smollm2, tmp_path, tiers, **values) as url:
         client = connect(url)
 
-        def ask(number: int, **field: Any) -> tuple[str, dict[str, Any]]:
+        def ask(prompt: tuple[list[str], str], **field: Any) -> tuple[str, dict[str, Any]]:
             reset_prefix_cache(url)
-            answer = chat(client, *passages(number), **xargs(REPORT | field))
+            answer = chat(client, *prompt, **xargs(REPORT | field))
             return text_of(answer), reported(answer)
 
         measured = "vllm_blend: a prefill of 1024 tokens takes"
@@ -60,39 +60,33 @@ def test_a_slow_tier_is_not_loaded_from(line: SlowLine, smollm2: Path, tmp_path:
             if measured in (tmp_path / "log.txt").read_text():
                 break
             time.sleep(0.5)
-        _, told = ask(1)
+        _, told = ask(long_passage())
         decision = told["decision"]
-        assert decision["tiers"] == ["redis"] * 3
-        assert (decision["load"], decision["ratio"]) == ([True] * 3, 0.2)
-        assert (told["loaded_chunks"], told["missed_chunks"]) == (3, 0)
+        print("TOLD", told, flush=True)
+        assert decision["tiers"] == ["redis"]
+        assert (decision["load"], decision["ratio"]) == ([True], 0.2)
+        assert (told["loaded_chunks"], told["missed_chunks"]) == (1, 0), told
         assert told["recomputed_tokens"] == int(0.2 * told["reused_tokens"])
         assert decision["load_s"] + decision["compute_s"] == pytest.approx(decision["ttft_s"])
 
-        line.bytes_per_s = 1e6
+        line.bytes_per_s = 2e5  # a chunk of some 270 tokens would take 15 s
         start = time.monotonic()
-        _, told = ask(2)  # it is not known yet that it is slow: waited for, but not for ever
+        _, told = ask(sample(2))  # it is not known yet that it is slow: waited for, but not for ever
         assert told["decision"]["load"] == [True] * 3
         assert told["loaded_chunks"] < 3
-        for _ in range(120):  # they come behind
-            if ask(2)[1]["reused_tokens"] and not ask(2)[1]["missed_chunks"]:
-                break
-            time.sleep(0.5)
-        slow_s = time.monotonic() - start
+        time.sleep(max(start + 10 - time.monotonic(), 0))  # it is known before they have come
         slow_chunks = 'blend_slow_chunks_total{engine="0",model_name="smollm2",tier="redis"}'
         before = metric(url, slow_chunks)
-        start = time.monotonic()
-        found, told = ask(3)
-        took = time.monotonic() - start
-        assert told["decision"]["tiers"] == ["redis"] * 3
+        found, told = ask(sample(3))
+        assert told["decision"]["tiers"] == ["redis"] * 3, told
         assert told["decision"]["load"] == [False] * 3, told
         assert told["decision"]["slow_chunks"] == {"redis": 3}
         assert "no load is faster" in told["why_not"]
         assert told["reused_tokens"] == 0
-        assert told["wait_seconds"] < 1  # until it was known where they are
-        assert took < slow_s / 2
+        assert told["wait_seconds"] < 1.5  # until it was known where they are
         assert metric(url, slow_chunks) == before + 3
-        assert found == ask(3, recomp_ratio=1.0)[0]  # computed in full
-        assert metric(url, "blend_ratio_count") >= 2
+        assert found == ask(sample(3), recomp_ratio=1.0)[0]  # computed in full
+        assert metric(url, "blend_ratio_count") >= 1
         line.bytes_per_s = inf
     log = (tmp_path / "log.txt").read_text()
     assert measured in log

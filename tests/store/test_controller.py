@@ -210,6 +210,22 @@ def test_load_times_are_learned_online() -> None:
     assert odd.line()[0] >= 0 and odd.line()[1] > 0
 
 
+def test_a_load_that_takes_too_long_counts_before_it_has_ended() -> None:
+    at = 0.0
+    load = LoadTime(0, 1e6, now=lambda: at)
+    load.observe(1_000_000, 1.0)
+    with load.loading(2_000_000), load.loading(2_000_000) as started:
+        at = 3.0  # half of it is each one's
+        assert load.seconds(2_000_000) == pytest.approx(2.0)
+        at = 40.0
+        assert load.seconds(2_000_000) > 15
+        load.loaded(2_000_000, started)
+    slow = load.seconds(2_000_000)
+    assert 8 < slow < 20  # the other one never came: it says nothing any more
+    at = 100.0
+    assert load.seconds(2_000_000) == slow
+
+
 def test_the_cheapest_storage_that_is_fast_enough() -> None:
     offers = [
         Offer("RAM", LoadTime(0, 50e9), 3.0),

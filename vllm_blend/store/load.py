@@ -133,8 +133,9 @@ class Loads:
         key = load.key
         slot: Slot | None = None
         missing: list[Lane] = []
+        num_bytes = Layout.of(key).payload_bytes
         for lane in self._lanes:
-            with lane.clock.running() as started:
+            with lane.load_time.loading(num_bytes) as started:
                 source = lane.open(key)
                 if isinstance(source, Reason):
                     if source is not Reason.ABSENT:

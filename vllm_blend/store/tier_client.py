@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from vllm_blend.store.keys import ChunkKey
-from vllm_blend.store.load_time import LoadTime, SharedClock
+from vllm_blend.store.load_time import LoadTime
 from vllm_blend.store.record import Reason, Record, Rejected
 from vllm_blend.store.tier import Breaker, RecordIds, Shared, Source, Stats, Tier, TierError
 
@@ -81,7 +81,6 @@ class Lane:
         self.tier = tier
         self.name = tier.name
         self.load_time = LoadTime()
-        self.clock = SharedClock()
         self.writer = Writer(tier.name, write_behind_bytes)
         self._stats = stats
         self._reads = Breaker()
@@ -128,8 +127,8 @@ class Lane:
         return Reason.UNAVAILABLE
 
     def loaded(self, num_bytes: int, started: float) -> None:
-        """Counts a load that went well, and that ``clock`` saw start."""
-        self.load_time.observe(num_bytes, self.clock.seconds(started))
+        """Counts a load that went well, and that ``load_time`` saw start."""
+        self.load_time.loaded(num_bytes, started)
         self._stats.add(f"bytes_read.{self.name}", num_bytes)
 
     def appeared(self) -> list[RecordIds]:
