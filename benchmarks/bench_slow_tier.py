@@ -4,8 +4,9 @@
 
 One server computes chunks and writes them to a folder. Another one reads them there, at so many MB/s
 (``slow_disk.py``); it is asked once for each prompt, whose chunks it has never seen, and then again
-with the chunks in memory, which is the compute. The load is the records' bytes at that rate. The
-prompts take turns over the rates; printed are medians. Last line: JSON.
+with the chunks in memory, which is the compute. The load is the records' bytes at that rate. At each
+rate the first prompt is not counted: the server learns from it how fast the tier is. Printed are
+medians. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from served import (
 from slow_disk import RATE
 
 ARGUMENTS = "--enforce-eager --max-num-seqs 8 --served-model-name model".split()  # noqa: SIM905
+SERVER = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+"""A CPU's model leaves one core to the loads and to the rest, as it does where vLLM is not told."""
 HOST_GB = 2.0
 SETTLE_S = 1.5
 """Until what was computed is written."""
@@ -99,15 +102,13 @@ def started(
     arguments = [*ARGUMENTS, "--max-model-len", str(longest), "--dtype", options.dtype]
     arguments += ["--max-num-batched-tokens", str(longest)]
     arguments += ["--additional-config", json.dumps(config)]
-    with server(
-        model, arguments, environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}, log_of("", None)
-    ) as up:
+    with server(model, arguments, environment | SERVER, log_of("", None)) as up:
         yield up
 
 
 def prompts_of(options: argparse.Namespace, model: str) -> dict[tuple[int, float], str]:
     """A prompt for each turn and rate, and one for the start; each of chunks of its own."""
-    places = [(turn, rate) for turn in range(options.repeat) for rate in options.rates]
+    places = [(turn, rate) for rate in options.rates for turn in range(options.repeat + 1)]
     size = [options.chunk_tokens, options.chunk_tokens]
     texts = iter(documents((len(places) + 1) * options.chunks, size, pathlib.Path(model)))
     return {
@@ -168,7 +169,8 @@ def measure(
         for _ in range(3):
             reset_prefix_cache(url)
             warm.append(ask(url, prompt)[0])
-        found[rate].append((load, median(warm), cold))
+        if turn:
+            found[rate].append((load, median(warm), cold))
     return found
 
 

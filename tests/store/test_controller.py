@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations, pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,21 @@ def test_a_load_that_takes_too_long_counts_before_it_has_ended() -> None:
     assert 8 < slow < 20  # the other one never came: it says nothing any more
     at = 100.0
     assert load.seconds(2_000_000) == slow
+
+
+def test_how_long_the_loads_under_way_still_take() -> None:
+    at = 0.0
+    load = LoadTime(now=lambda: at)
+    with load.loading(1_000_000):
+        assert load.seconds_left() == inf  # no load has been seen
+    load.observe(1_000_000, 1.0)
+    assert load.seconds_left() == 0
+    with load.loading(2_000_000), load.loading(3_000_000):
+        assert load.seconds_left() == pytest.approx(5.0)
+        at = 2.0
+        assert load.seconds_left() == pytest.approx(3.0)
+        at = 5.0  # the first of them takes longer than that
+        assert load.seconds_left() == inf
 
 
 def test_the_cheapest_storage_that_is_fast_enough() -> None:

@@ -99,6 +99,17 @@ def test_how_long_it_still_takes() -> None:
     assert kv.layers.seconds_left == 0
 
 
+def test_before_its_first_layers_what_is_believed_of_its_tier_counts() -> None:
+    layers = StreamingLayers(make_kv(KEY).layers, "x", 60, lambda: 7.0)
+    assert layers.seconds_left == 7
+    layers.arrive()
+    assert layers.seconds_left == 7
+    layers.arrive()
+    assert layers.seconds_left < 1
+    layers.arrive()
+    assert layers.seconds_left == 0
+
+
 def test_a_part_of_the_tokens_waits_for_layers_one_by_one() -> None:
     kv = late()
     part = kv.tokens(3, 8)

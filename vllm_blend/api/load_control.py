@@ -26,7 +26,7 @@ from vllm_blend.compat import engine_access
 from vllm_blend.core import tensor_parallel
 from vllm_blend.core.prompt import TokenIds, text_ids
 from vllm_blend.store.compute_time import EngineTimes, Measurement
-from vllm_blend.store.controller import FLOOR, Controller, Decision, Located
+from vllm_blend.store.controller import FLOOR, HIDE, Controller, Decision, Located
 from vllm_blend.store.record import Layout
 from vllm_blend.store.store import IN_MEMORY
 from vllm_blend.store.streaming_layers import ChunkLost
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 logger = logging.getLogger("vllm.vllm_blend")
-
-HIDE = 0.8
-"""Share of a load that recomputation may fill: the two disturb each other, and machines get busier."""
-
 
 LONGEST_GPU, LONGEST_CPU = 8192, 2048
 """Tokens of the longest prompt that is timed, where the engine takes as many."""

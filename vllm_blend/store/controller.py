@@ -17,6 +17,8 @@ from vllm_blend.store.load_time import LoadTime
 
 FLOOR = 0.15
 """Below this share of recomputed tokens quality suffers (the paper's figure 16); per model."""
+HIDE = 0.8
+"""Share of a load that recomputation may fill: the two disturb each other, and machines get busier."""
 MAX_SEARCHED = 32
 """Chunks of a request among which sets are searched, in 7 ms; of 256 that would take 2 s, and nobody is
 served meanwhile."""

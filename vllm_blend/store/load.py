@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from vllm_blend.core.cpus import use_all
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey
@@ -74,8 +75,8 @@ class Loads:
         self._promote = promote
         self._loads: dict[bytes, Load] = {}
         self._lock = threading.Condition()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="chunk-load")
-        self._checkers = ThreadPoolExecutor(threads, thread_name_prefix="chunk-check")
+        self._pool = ThreadPoolExecutor(threads, "chunk-load", use_all)
+        self._checkers = ThreadPoolExecutor(threads, "chunk-check", use_all)
         self._closed = False
 
     def start(self, key: ChunkKey) -> Load | StoredKV:
@@ -148,7 +149,8 @@ class Loads:
                     if slot is None:
                         slot = self._host.reserve(key)
                         slot.scores = preamble.scores
-                        layers = StreamingLayers(slot.layers, str(key), self._timeout_s)
+                        believed = lane.load_time.seconds_left
+                        layers = StreamingLayers(slot.layers, str(key), self._timeout_s, believed)
                         load.opened.set_result(StreamingKV(layers, slot.scores))
                     elif slot.scores is None:
                         slot.scores = preamble.scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,6 +117,13 @@ class LoadTime:
         """Expected time of a load."""
         latency, slope = self.line()
         return latency + slope * num_bytes
+
+    def seconds_left(self) -> float:
+        """Until all loads that are under way have ended, as it is believed; infinite where no load has
+        been seen, or one of them takes longer than was believed."""
+        latency, slope = self._fit(self._sums)
+        left = [latency + slope * n - self._clock.seconds(at) for n, at in list(self._under_way)]
+        return sum(left) if self.measured and min(left, default=0.0) >= 0 else math.inf
 
     def _with(self, sums: Sums, num_bytes: int, seconds: float) -> Sums:
         count, n, t, nn, nt = (self._keep * old for old in sums)

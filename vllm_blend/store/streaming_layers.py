@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_blend.core.kv import ChunkLost as ChunkLost
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.core.layers import LayerKV, LazyLayers
 
 FIRST_LAYERS = 2
-"""The first layers come out of buffers, and say little of how fast the others will come."""
+"""The first layers come out of buffers, and say little of how fast the others will come: until they are
+there, what is believed of the tier counts."""
+
+
+def _unknown() -> float:
+    return math.inf
 
 
 class StreamingLayers(LazyLayers):
@@ -22,12 +27,20 @@ class StreamingLayers(LazyLayers):
         tensors: where the layers will be.
         name: of the chunk, for messages.
         timeout_s: how long to wait for a layer before it counts as lost.
+        believed_left: seconds until all layers are there, as far as their tier is known.
     """
 
-    def __init__(self, tensors: Sequence[LayerKV], name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[LayerKV],
+        name: str,
+        timeout_s: float,
+        believed_left: Callable[[], float] = _unknown,
+    ) -> None:
         self.tensors = tensors
         self._name = name
         self._timeout_s = timeout_s
+        self._believed_left = believed_left
         self._arrived = 0
         self._began_at = time.monotonic()
         self._patience_s = math.inf
@@ -68,7 +81,7 @@ class StreamingLayers(LazyLayers):
         they come. One more has been read, or nearly, and is not verified yet."""
         left, arrived = len(self) - self._arrived, self._arrived
         if not left or arrived < FIRST_LAYERS:
-            return math.inf if left else 0.0
+            return self._believed_left() if left else 0.0
         return max(left - 1, 0.5) / (arrived + 1) * (time.monotonic() - self._began_at)
 
     def hurry(self, seconds: float) -> None:

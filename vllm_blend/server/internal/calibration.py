@@ -17,7 +17,7 @@ from vllm_blend.core.plans import ChunkKey, CollectPlan, KeyedPlan, KeyedSpan
 from vllm_blend.core.settings import BlendSettings
 from vllm_blend.server.config import ServerSettings
 from vllm_blend.store.compute_time import RATIOS, Measurement
-from vllm_blend.store.controller import Controller, Decision, Located
+from vllm_blend.store.controller import HIDE, Controller, Decision, Located
 from vllm_blend.store.load_time import LoadTime
 
 KEY: ChunkKey = b"vllm_blend: calibration"
@@ -153,9 +153,17 @@ class Calibration:
         self._collected = False
 
     def decide(
-        self, chunks: Sequence[Located], loads: Mapping[str, LoadTime], num_other_tokens: int
+        self,
+        chunks: Sequence[Located],
+        loads: Mapping[str, LoadTime],
+        num_other_tokens: int,
+        overlap: bool = False,
     ) -> Decision:
-        """What to load and how much to recompute; chunks are loaded before the prefill begins."""
+        """What to load and how much to recompute.
+
+        Args:
+            overlap: whether the prefill computes while layers are loaded.
+        """
         times = self.measurement.times
         assert times is not None
         controller = Controller(
@@ -164,7 +172,8 @@ class Calibration:
             self._num_layers,
             floor=self._floor,
             full=times.full,
-            overlap=False,
+            overlap=overlap,
+            hide=HIDE,
         )
         return controller.decide(chunks, num_other_tokens)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.core.settings import BlendSettings, num_kept
@@ -265,10 +266,14 @@ class Fetches:
             else:
                 chunks.append(Located(size, num_bytes, tier if num_bytes else None))
         other = num_tokens - sum(chunk.num_tokens for chunk in chunks)
-        decision = calibration.decide(chunks, self._loads, other)
+        settings = request.blend_request.settings
+        # the rows of a question that is asked first are known; the others are chosen after it
+        decision = calibration.decide(chunks, self._loads, other, overlap=not settings.asks)
         request.decision, request.tiers = decision, tuple(tiers)
-        of_key = zip(keys, nearest, decision.load, strict=True)
-        self.wait(request, [c for key, c, load in of_key if load and key in request.looked_for])
+        loaded = [chunk for chunk, load in zip(nearest, decision.load, strict=True) if load]
+        reused = sum(len(chunk.token_ids) for chunk in loaded)
+        rows = rows_beside(replace(settings, recomp_ratio=decision.ratio), num_tokens, reused)
+        self.wait(request, [c for c in loaded if chunk_key(c) in request.looked_for], rows)
 
     def _nearest(self, request: Waiting, variants: Sequence[ChunkIds]) -> ChunkIds:
         """Of one chunk's: that which is in memory, else in a tier, else the first."""
