@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_slow_tier.py --rates 25 50 100
 
-One server computes chunks and writes them to a folder. Another one reads them there, at so many MB/s
-(``slow_disk.py``); it is asked once for each prompt, whose chunks it has never seen, and then again
-with the chunks in memory, which is the compute. The load is the records' bytes at that rate. At each
-rate the first prompt is not counted: the server learns from it how fast the tier is. Printed are
-medians. Last line: JSON.
+One server computes chunks and writes them to a folder. For each rate another one reads them there, at
+so many MB/s (``slow_disk.py``); it is asked once for each prompt, whose chunks it has never seen, and
+then again with the chunks in memory, which is the compute. The load is the records' bytes at that rate.
+The first prompt is not counted: the server learns from it how fast the tier is. Printed are medians.
+Last line: JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import pathlib
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -74,21 +73,29 @@ def run(options: argparse.Namespace) -> None:
             sizes = {
                 place: written(folder / "chunks", url, prompt) for place, prompt in prompts.items()
             }
-        rate = folder / "rate"
-        rate.write_text("1e12")
-        environment |= slow_environment(folder, environment, rate)
-        url = wait_for("reader", stack.enter_context(started(model, disk, options, environment)))
-        warm_up(url, prompts.pop(START))
-        found = measure(url, rate, prompts, sizes)
+        file = folder / "rate"
+        environment |= slow_environment(folder, environment, file)
+        first, found = prompts.pop(START), {}
+        for rate in options.rates:
+            file.write_text(str(rate * 1e6))
+            with started(model, disk, options, environment) as up:
+                url = wait_for("reader", up)
+                warm_up(url, first)
+                found[rate] = measure(
+                    url, rate, {place: prompts[place] for place in prompts if place[1] == rate}, sizes
+                )
     rows = [
-        (f"{rate:g} MB/s", *(f"{median(t[i] for t in times):.3f}" for i in range(3)))
+        (f"{rate:g} MB/s", *(f"{median(t[i] for t in times):.3f}" for i in range(4)))
         + (f"{median(t[2] / max(t[:2]) for t in times):.2f}",)
         + (f"{median(t[2] / sum(t[:2]) for t in times):.2f}",)
         for rate, times in found.items()
     ]
     size = f"{options.chunks} chunks of some {options.chunk_tokens} tokens"
     print(f"\n{hardware()}; {size}, {options.policy}@{options.ratio}, {options.dtype}\n")
-    print_table(("tier", "load (s)", "compute (s)", "TTFT (s)", "of the longer", "of the sum"), rows)
+    print_table(
+        ("tier", "load (s)", "compute (s)", "TTFT (s)", "waited (s)", "of the longer", "of the sum"),
+        rows,
+    )
     print(json.dumps({"policy": options.policy, "ratio": options.ratio, "times": found}))
 
 
@@ -108,7 +115,7 @@ def started(
 
 def prompts_of(options: argparse.Namespace, model: str) -> dict[tuple[int, float], str]:
     """A prompt for each turn and rate, and one for the start; each of chunks of its own."""
-    places = [(turn, rate) for rate in options.rates for turn in range(options.repeat + 1)]
+    places = [(turn, rate) for rate in options.rates for turn in range(options.repeat)]
     size = [options.chunk_tokens, options.chunk_tokens]
     texts = iter(documents((len(places) + 1) * options.chunks, size, pathlib.Path(model)))
     return {
@@ -152,25 +159,23 @@ def warm_up(url: str, prompt: str) -> None:
 
 def measure(
     url: str,
-    rate_file: pathlib.Path,
+    rate: float,
     prompts: Mapping[tuple[int, float], str],
     sizes: Mapping[tuple[int, float], int],
-) -> dict[float, list[tuple[float, float, float]]]:
-    """By rate: load, compute and TTFT of each prompt, in seconds."""
-    found: dict[float, list[tuple[float, float, float]]] = defaultdict(list)
-    for (turn, rate), prompt in prompts.items():
-        rate_file.write_text(str(rate * 1e6))
+) -> list[tuple[float, ...]]:
+    """Load, compute, TTFT and the wait before the prefill of each prompt, in seconds."""
+    found: list[tuple[float, ...]] = []
+    for place, prompt in prompts.items():
         reset_prefix_cache(url)
         cold, told = ask(url, prompt)
-        load = sizes[turn, rate] / (rate * 1e6)
+        load = sizes[place] / (rate * 1e6)
         if told["missed_chunks"] or not told["loaded_chunks"]:
             raise RuntimeError(f"at {rate:g} MB/s chunks were not loaded: {told}")
         warm = []
         for _ in range(3):
             reset_prefix_cache(url)
             warm.append(ask(url, prompt)[0])
-        if turn:
-            found[rate].append((load, median(warm), cold))
+        found.append((load, median(warm), cold, told["wait_seconds"]))
     return found
 
 

@@ -141,6 +141,29 @@ def test_chunks_on_a_fast_tier_are_loaded_at_the_floor(started: Engine) -> None:
     assert (told["recomputed_tokens"], told["decision"]) == (150, None)
 
 
+def test_rows_that_hide_behind_a_load_where_they_are_known(
+    started: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill begins beside the loads, but where it asks a question before it chooses rows."""
+    scheduler(started).blend_internal.calibration.measurement.times = SLOW
+    ask(started, [4, 6, 7])
+    loads = {"disk": (0.06, 0.0)}  # seconds a chunk
+    tiers = started.model.blending.chunks.tiers
+    monkeypatch.setattr(tiers, "loads", lambda: loads)
+    found = {}
+    for policy in ("static", "ahead*static"):
+        forget(started)
+        _, told, _ = ask(started, [4, 6, 7], policy=policy)
+        assert (told["reused_tokens"], told["loaded_chunks"]) == (300, 3)
+        found[policy] = decision = told["decision"]
+        assert decision["load_s"] == pytest.approx(0.18)
+        assert told["recomputed_tokens"] == int(decision["ratio"] * 300)
+    beside, after = found["static"], found["ahead*static"]
+    assert beside["ratio"] > after["ratio"] == 0.2
+    assert beside["ttft_s"] < beside["load_s"] + beside["compute_s"]
+    assert after["ttft_s"] == pytest.approx(after["load_s"] + after["compute_s"])
+
+
 @contextmanager
 def _logger_caplog(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """vLLM's loggers do not propagate to pytest's."""

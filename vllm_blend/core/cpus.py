@@ -9,25 +9,25 @@ BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND")
 """Variables by which OpenMP binds a process's first thread to one CPU."""
 
 
-def _all() -> set[int]:
+def _others() -> set[int]:
     if not hasattr(os, "sched_getaffinity"):
         return set()
-    found = os.sched_getaffinity(0)
+    own = os.sched_getaffinity(0)
     if any(name in os.environ for name in BINDINGS):
         with suppress(OSError):
-            found |= os.sched_getaffinity(os.getppid())
-    return found
+            return (os.sched_getaffinity(os.getppid()) - own) or own
+    return own
 
 
-_CPUS = _all()
+_OTHERS = _others()
 
 
-def use_all() -> None:
-    """Lets the calling thread run on all of the process's CPUs.
+def use_others() -> None:
+    """Lets the calling thread run on the process's CPUs, but for that of the model's thread.
 
-    OpenMP binds the thread that runs the model to one of them, as vLLM tells it to on a CPU. Threads
-    that this one starts inherit that: whatever they do, the model would wait for.
+    OpenMP binds the thread that runs the model to one CPU, as vLLM tells it to where the model runs on
+    CPUs. Threads that this one starts inherit that: whatever they do, the model would wait for.
     """
-    if _CPUS:
+    if _OTHERS:
         with suppress(OSError):
-            os.sched_setaffinity(0, _CPUS)
+            os.sched_setaffinity(0, _OTHERS)

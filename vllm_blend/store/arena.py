@@ -22,7 +22,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from vllm_blend.core.cpus import use_all
+from vllm_blend.core.cpus import use_others
 from vllm_blend.store.record import PAGE
 
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23
@@ -138,7 +138,7 @@ class Arena:
             return False
         starts = range(0, self.size, TOUCHED_AT_ONCE)
         pieces = [self._bytes[start : self.size][:TOUCHED_AT_ONCE] for start in starts]
-        with ThreadPoolExecutor(initializer=use_all) as threads:  # ctypes lets go of Python's lock
+        with ThreadPoolExecutor(initializer=use_others) as threads:  # ctypes lets go of Python's lock
             return all(threads.map(_advise, pieces, repeat(MADV_POPULATE_WRITE)))
 
     def collect(self) -> None:

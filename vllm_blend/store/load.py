@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_blend.core.cpus import use_all
+from vllm_blend.core.cpus import use_others
 from vllm_blend.core.kv import StoredKV
 from vllm_blend.store.host import HostTier, Slot
 from vllm_blend.store.keys import ChunkKey
@@ -75,8 +75,8 @@ class Loads:
         self._promote = promote
         self._loads: dict[bytes, Load] = {}
         self._lock = threading.Condition()
-        self._pool = ThreadPoolExecutor(threads, "chunk-load", use_all)
-        self._checkers = ThreadPoolExecutor(threads, "chunk-check", use_all)
+        self._pool = ThreadPoolExecutor(threads, "chunk-load", use_others)
+        self._checkers = ThreadPoolExecutor(threads, "chunk-check", use_others)
         self._closed = False
 
     def start(self, key: ChunkKey) -> Load | StoredKV:

@@ -17,7 +17,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from vllm_blend.core.cpus import use_all
+from vllm_blend.core.cpus import use_others
 from vllm_blend.store.index import Index
 from vllm_blend.store.keys import DIGEST_BYTES, DIGEST_VERSION, ChunkKey
 from vllm_blend.store.record import PAGE, Reason, Record, Rejected
@@ -189,7 +189,7 @@ class S3Tier:
             return bytes(body.read())
 
     def _keep_listing(self) -> None:
-        use_all()
+        use_others()
         while not self._closed.is_set():
             try:
                 self.refresh()

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from vllm_blend.core.cpus import use_all
+from vllm_blend.core.cpus import use_others
 from vllm_blend.store.keys import ChunkKey
 from vllm_blend.store.load_time import LoadTime
 from vllm_blend.store.record import Reason, Record, Rejected
@@ -57,7 +57,7 @@ class Writer:
             self._thread.join(timeout_s)
 
     def _work(self) -> None:
-        use_all()
+        use_others()
         while True:
             with self._changed:
                 self._busy = False

@@ -37,6 +37,9 @@ MAX_PENDING = 64
 """Chunks that the model's process looks for and loads at once; the others wait here."""
 REFRESH_S = 1.0
 """Auto mode: so often lower tiers are asked what other servers have written."""
+EARLY = 1.2
+"""A prefill may begin while loads are believed to take this much longer than it: both beliefs are some
+10% off; what has begun too early waits for a layer, what has begun too late stays late."""
 MIN_RATE_TOKENS = 64
 """Steps with fewer tokens tell nothing of how fast a prefill is."""
 
@@ -345,7 +348,7 @@ class Fetches:
         compute = not self._contexts.harvest  # else it is kept from the request's own prefill
         keys = ((self.ask(chunk, name, compute), chunk) for chunk in missing)
         asked = {key: chunk for key, chunk in keys if key is not None}
-        beside = num_rows * self._token_seconds
+        beside = EARLY * num_rows * self._token_seconds
         for key in asked:
             self._waiters[key].append(request)
             if beside and key in self._to_ask:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_blend.compat.support import first_layer
 from vllm_blend.core import pipeline, tensor_parallel
-from vllm_blend.core.cpus import use_all
+from vllm_blend.core.cpus import use_others
 from vllm_blend.core.kv import KVShape, StoredKV
 from vllm_blend.core.plans import ChunkIds, ChunkKey
 from vllm_blend.server.messages import Place
@@ -52,17 +52,17 @@ class TierIO:
     def __init__(self, store: ChunkStore, model_key: ModelKey) -> None:
         self.store = store
         self._model_key = self._first_key = model_key
-        self._pool = ThreadPoolExecutor(FETCHES, "chunk-fetch", use_all)
+        self._pool = ThreadPoolExecutor(FETCHES, "chunk-fetch", use_others)
         self._fetches: dict[ChunkKey, Future[StoredKV | None]] = {}
         self._overlaps: dict[ChunkKey, float] = {}  # of fetches that may end before their loads do
         self._late: dict[ChunkKey, StoredKV] = {}  # their chunks, until all layers are there
         self._lost: dict[ChunkKey, StoredKV] = {}  # those that were not to be had after all
         self._whole: dict[ChunkKey, StoredKV] = {}  # the others, until they are settled
         self._puts: dict[ChunkKey, tuple[StoreKey, StoredKV]] = {}
-        self._lookers = ThreadPoolExecutor(LOOKS, "chunk-locate", use_all)
+        self._lookers = ThreadPoolExecutor(LOOKS, "chunk-locate", use_others)
         self._looks: dict[ChunkKey, Future[Place]] = {}
         self._records = SharedRecords(store, CLAIMED_TOKENS)
-        self._claimer = ThreadPoolExecutor(1, "chunk-claim", use_all)
+        self._claimer = ThreadPoolExecutor(1, "chunk-claim", use_others)
         self._claims: dict[str, Future[list[ChunkIds]]] = {}
         self._names: dict[ChunkKey, StoreKey] = {}
         self._told_at = 0.0
