@@ -50,7 +50,7 @@ def test_a_chunk_that_came_meanwhile_takes_its_room_once() -> None:
     found.answer(key, found=True)
     found.found(key, ("host", 0))
     assert two.advance(now, True, True) is State.DECIDE
-    pace: Any = SimpleNamespace(decide=lambda *_: Decision(0.2, (True,), 0, 0, 0, ""))
+    pace: Any = SimpleNamespace(decide=lambda *_, overlap: Decision(0.2, (True,), 0, 0, 0, ""))
     found.decide(two, [[CHUNK]], 51, pace)
     assert {one.advance(time.monotonic(), True, True), two.advance(time.monotonic(), True, True)} == {
         State.READY
