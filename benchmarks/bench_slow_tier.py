@@ -1,6 +1,6 @@
 """A server whose chunks lie in a slow tier: TTFT against the longer of load and compute.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_slow_tier.py --rates 25 50 100
+    python benchmarks/bench_slow_tier.py --rates 25 50 100
 
 One server computes chunks and writes them to a folder. For each rate another one reads them there, at
 so many MB/s (``slow_disk.py``); it is asked once for each prompt, whose chunks it has never seen, and

@@ -12,45 +12,6 @@ Sums = tuple[float, float, float, float, float]
 """Of 1, n, t, n * n, n * t over loads of n bytes in t seconds, each weighted."""
 
 
-class SharedClock:
-    """Divides time among the loads that share a tier, so that their times add up to the tier's.
-
-    While ``n`` loads are under way, each is charged a second in ``n``. So what several loads at once
-    take is about the sum of their times, and one load's time does not depend on its company.
-
-    Args:
-        now: a clock in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._active = 0
-        self._share = 0.0  # what a load that had been under way since the start would be charged
-        self._at = now()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def running(self) -> Iterator[float]:
-        """While it lasts a load is under way; what it yields is for ``seconds``."""
-        started = self._change(1)
-        try:
-            yield started
-        finally:
-            self._change(-1)
-
-    def seconds(self, started: float) -> float:
-        """What a load that is under way has been charged so far."""
-        return self._change(0) - started
-
-    def _change(self, by: int) -> float:
-        with self._lock:
-            at = self._now()
-            self._share += (at - self._at) / max(self._active, 1)
-            self._at = at
-            self._active += by
-            return self._share
-
-
 class LoadTime:
     """``seconds = latency + bytes / bandwidth``, fitted to the loads seen, later ones counting more.
 
@@ -141,3 +102,42 @@ class LoadTime:
             if slope > 0 and latency >= 0:
                 return latency, slope
         return 0.0, mean_t / max(mean_n, 1.0)
+
+
+class SharedClock:
+    """Divides time among the loads that share a tier, so that their times add up to the tier's.
+
+    While ``n`` loads are under way, each is charged a second in ``n``. So what several loads at once
+    take is about the sum of their times, and one load's time does not depend on its company.
+
+    Args:
+        now: a clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._active = 0
+        self._share = 0.0  # what a load that had been under way since the start would be charged
+        self._at = now()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator[float]:
+        """While it lasts a load is under way; what it yields is for ``seconds``."""
+        started = self._change(1)
+        try:
+            yield started
+        finally:
+            self._change(-1)
+
+    def seconds(self, started: float) -> float:
+        """What a load that is under way has been charged so far."""
+        return self._change(0) - started
+
+    def _change(self, by: int) -> float:
+        with self._lock:
+            at = self._now()
+            self._share += (at - self._at) / max(self._active, 1)
+            self._at = at
+            self._active += by
+            return self._share

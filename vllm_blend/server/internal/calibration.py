@@ -157,7 +157,8 @@ class Calibration:
         chunks: Sequence[Located],
         loads: Mapping[str, LoadTime],
         num_other_tokens: int,
-        overlap: bool = False,
+        *,
+        overlap: bool,
     ) -> Decision:
         """What to load and how much to recompute.
 
