@@ -190,11 +190,15 @@ def test_a_busy_engine_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> 
     found.claimed("a", [])
     assert found.claim("a") and len(found) == 0
     assert not found.take_commands(()).refresh
-    now = 1.5
+    now = 0.75
     assert [tenant for tenant, _ in found.take_commands(()).refresh] == ["a"]
     assert found.claim("a"), "a request does not wait for what a step has asked for"
     assert not found.take_commands(()).refresh and not found.take_commands(()).claim
+    now = 1.25
+    assert not found.claim("a"), "what is known is too old by now, though steps go on"
+    assert not found.take_commands(()).refresh and not found.take_commands(()).claim
     found.claimed("a", [chunk_of("a", 1, 51)])
+    assert found.claim("a")
     assert found.find("a", [*range(900, 910), *range(1, 51)], 16) == [chunk_of("a", 1, 51)]
     now = 9.0
     assert not found.claim("a"), "nobody has asked for a long time"

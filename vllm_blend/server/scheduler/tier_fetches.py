@@ -8,6 +8,7 @@ Where the ratio is ``"auto"``, chunks are first looked for, and only those that 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -36,7 +37,8 @@ that were computed after the same."""
 MAX_PENDING = 64
 """Chunks that the model's process looks for and loads at once; the others wait here."""
 REFRESH_S = 1.0
-"""Auto mode: so often lower tiers are asked what other servers have written."""
+"""Auto mode: what is known of lower tiers, where other servers write, is no older when it is used; a
+step that finds it half as old asks anew."""
 EARLY = 1.2
 """A prefill may begin while loads are believed to take this much longer than it: both beliefs are some
 10% off; what has begun too early waits for a layer, what has begun too late stays late."""
@@ -84,8 +86,6 @@ class Fetches:
         # tenants whose chunks in lower tiers are known, and since when; will be; are to be asked for
         self._claimed: dict[str, float] = {}
         self._claiming: set[str] = set()
-        self._awaited: set[str] = set()  # of those that will be: a request waits for the answer
-        self._stepped_at = 0.0
         self._to_claim: list[str] = []
         self._to_refresh: list[str] = []
         chunks.on_evict = self._note
@@ -181,17 +181,13 @@ class Fetches:
     def claim(self, tenant: str) -> bool:
         """Whether a tenant's chunks in lower tiers are known, as of late; if not, they will be.
 
-        While the engine steps they are asked for again and again, and no request waits for that; the
-        first one after a pause does.
+        While the engine steps they are asked for again and again, so that a request seldom waits for
+        that; the first one after a pause does.
         """
-        if tenant in self._claiming:
-            if self._paused():  # no step has brought the answer
-                self._awaited.add(tenant)
-            return tenant in self._claimed and tenant not in self._awaited
-        if tenant in self._claimed and not self._is_old(tenant):
+        if not self._is_older(tenant, REFRESH_S):
             return True
-        self._ask_for_all(tenant)
-        self._awaited.add(tenant)
+        if tenant not in self._claiming:
+            self._ask_for_all(tenant)
         return False
 
     def _ask_for_all(self, tenant: str) -> None:
@@ -201,17 +197,14 @@ class Fetches:
     def claimed(self, tenant: str, chunks: Sequence[ChunkIds]) -> None:
         """A tenant's chunks in lower tiers that it was not told yet, most recently used first."""
         self._claiming.discard(tenant)
-        self._awaited.discard(tenant)
         self._claimed[tenant] = time.monotonic()
         self._forget(self._below.open((tenant, self._contexts.later)))
         for chunk in reversed(chunks):
             self._note(chunk_key(chunk), chunk)
 
-    def _is_old(self, tenant: str) -> bool:
-        return time.monotonic() > self._claimed[tenant] + REFRESH_S
-
-    def _paused(self) -> bool:
-        return time.monotonic() > self._stepped_at + REFRESH_S
+    def _is_older(self, tenant: str, seconds: float) -> bool:
+        """What is known of a tenant's chunks; it may be nothing."""
+        return time.monotonic() > self._claimed.get(tenant, -math.inf) + seconds
 
     def find(self, tenant: str, token_ids: Sequence[int], min_tokens: int) -> list[ChunkIds]:
         """Chunks that are not in memory, of which a prompt has at least a part."""
@@ -291,14 +284,13 @@ class Fetches:
 
     def take_commands(self, drop: tuple[ChunkKey, ...]) -> WorkerCommands:
         """What the model's process is to do; ``drop`` beside it."""
-        self._stepped_at = time.monotonic()
         contexts = frozenset(self._contexts.known)
         fetch = []
         while self._to_ask and len(self._pending) < MAX_PENDING:
             fetch.append(self._to_ask.pop())
             self._pending.update(fetch[-1:])
         for tenant in self._claimed.keys() - self._claiming:
-            if self._is_old(tenant):
+            if self._is_older(tenant, REFRESH_S / 2):
                 self._ask_for_all(tenant)
         commands = WorkerCommands(
             drop,
