@@ -3,10 +3,10 @@
     python benchmarks/bench_shared.py --tiers disk --chunks 60
     python benchmarks/bench_shared.py --tiers redis --chunks 60 --busy
 
-Four servers of a tiny model. Each chunk is sent to one of them, with its place; some time after the
-answer each of the others is asked once, with the same tokens amid others and no place of them, so that
-the chunk has to be found by content. It ends with a table, a JSON object, and exit code 1 if a chunk
-was not reused after two seconds or more.
+Four servers of the embedded model. Each chunk is sent to one of them, with its place; some time after
+the answer each of the others is asked once, with the same tokens amid others and no place of them, so
+that the chunk has to be found by content. It ends with a table, a JSON object, and exit code 1 if a
+chunk was not reused after two seconds or more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 
 from harness import hardware, print_table
 from served import log_of, post, server, wait_for
-from tiny_model import VOCAB, make_tiny_model
+
+from vllm_blend import embedded_model
 
 HELPERS = pathlib.Path(__file__).parents[1] / "tests" / "helpers"
 SIZE = 200
@@ -36,7 +37,7 @@ LATE_S = 2.0
 DELAYS = 0.5, 1.0, LATE_S
 """Seconds after which the others are asked, one after each."""
 ARGUMENTS = "--dtype float32 --enforce-eager --max-model-len 1024 --max-num-seqs 8".split()  # noqa: SIM905
-ARGUMENTS += ["--distributed-executor-backend", "uni", "--served-model-name", "tiny"]
+ARGUMENTS += ["--distributed-executor-backend", "uni", "--served-model-name", "model"]
 NUM_SERVERS = len(DELAYS) + 1
 
 
@@ -53,7 +54,7 @@ def main() -> None:
         tiers = {name: stack.enter_context(tier(name, folder)) for name in options.tiers}
         config = {"vllm_blend": {"store": {"host_gb": 0.1} | tiers, "log_requests": False}}
         arguments = [*ARGUMENTS, "--additional-config", json.dumps(config)]
-        model = str(make_tiny_model(folder))
+        model = str(embedded_model())
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
         up = [
             stack.enter_context(server(model, arguments, environment, log_of(f"{number}", None)))
@@ -131,11 +132,11 @@ def measure(urls: list[str], num_chunks: int) -> Counter[float]:
 
 
 def ids(choose: random.Random, size: int) -> list[int]:
-    return [choose.randrange(300, VOCAB) for _ in range(size)]
+    return [choose.randrange(300, 2000) for _ in range(size)]
 
 
 def ask(url: str, prompt: list[int], field: dict[str, Any] | None, max_tokens: int = 1) -> Any:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     if field is not None:
         body["vllm_xargs"] = {"blend": json.dumps(field)}
     return post(f"{url}/v1/completions", body)
