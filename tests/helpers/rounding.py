@@ -34,6 +34,11 @@ def other_last_bits(engine: Engine, seed: int) -> Iterator[None]:
         yield
 
 
+def attends_as_stock(engine: Engine) -> bool:
+    """Whether rows that follow one another get the bits of full prefill: FlashAttention 3 attends."""
+    return getattr(engine.model.blending.attns[0].impl, "vllm_flash_attn_version", None) == 3
+
+
 def mean(distances: Sequence[float]) -> float:
     """Their root mean square."""
     return float((sum(one**2 for one in distances) / len(distances)) ** 0.5)

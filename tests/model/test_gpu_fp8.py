@@ -205,6 +205,8 @@ def test_any_kv_at_ratio_one_is_full_prefill(
     wrong = [[torch.randn_like(t) * 5 for t in layer] for layer in engine.collect(prompts[0])]
     settings = dict(question=question, recomp_ratio=1.0)
     assert distance_to(full, engine, prompts, lambda _: wrong, **settings) < noise
+    for policy in ("random", "ahead*static"):  # whose rows run in the model's own forward
+        assert distance_to(full, engine, prompts, lambda _: wrong, policy=policy, **settings) == 0
 
 
 def test_chunks_alone_come_near_and_the_error_falls_with_the_ratio(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
 from quantize import FORMATS
-from rounding import mean
+from rounding import attends_as_stock, mean
 from test_quantized import (
     QUESTION,
     REAL,
@@ -100,6 +100,7 @@ def test_any_kv_at_ratio_one_is_full_prefill(weights: Engine, distances: tuple[f
     found = error(weights, noise, 1.0, "random")
     print(f"any KV: {found}")
     assert found < min(0.02, NEAR * distances[1])
+    assert found == 0 or not attends_as_stock(weights)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

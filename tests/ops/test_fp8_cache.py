@@ -198,7 +198,7 @@ def test_the_rest_completes_attention_over_some_keys(
 
 
 def attention_of_tiles(args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each virtual request, dense: the part of FlashAttention 3."""
+    """Of each virtual request, causal: the part of FlashAttention 3."""
     num_rows, num_heads, _ = args["query"].shape
     num_kv_heads, device = args["key_cache"].shape[2], args["query"].device
     group = num_heads // num_kv_heads
@@ -223,6 +223,8 @@ def attention_of_tiles(args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.
         scores = torch.einsum("qhd,khd->hqk", q_all[start : start + count], k) * args["scale"]
         if args.get("softcap"):
             scores = args["softcap"] * (scores / args["softcap"]).tanh()
+        seen = torch.ones(count, num_keys, dtype=torch.bool, device=device).tril(num_keys - count)
+        scores = scores.masked_fill(~seen, float("-inf"))
         lse[:, start : start + count] = scores.logsumexp(dim=-1)
         out[start : start + count] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(dtype)
     return out, lse

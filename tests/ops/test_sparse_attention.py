@@ -8,7 +8,7 @@ import pytest
 import torch
 from paged import paged_cache, relative_error
 
-from vllm_blend.ops.library import FLOATS
+from vllm_blend.ops.library import FLOATS, use_triton
 from vllm_blend.ops.sparse_attention import (
     sparse_attention,
     sparse_attention_oracle,
@@ -234,10 +234,10 @@ def test_rest_completes_attention_over_virtual_requests(
         args["block_table"],
         group=group,
     )
-    # dense attention of each virtual request: the part of FlashAttention
+    # causal attention of each virtual request: the part of FlashAttention
     out = torch.full_like(args["query"], float("nan"))
     lse = out.new_full((2 * group, out.shape[0]), float("nan"), dtype=torch.float32)
-    covered = torch.zeros(out.shape[0], dtype=torch.int64)
+    covered, known = torch.zeros(2, out.shape[0], dtype=torch.int64)
     for tile, (start, rows_here) in enumerate(
         zip(tiles.starts.tolist(), tiles.query_lens.tolist(), strict=False)
     ):
@@ -248,7 +248,8 @@ def test_rest_completes_attention_over_virtual_requests(
             continue
         end = start + rows_here
         covered[start:end] += 1
-        assert num_keys == int(args["positions"][start]) + 1
+        assert num_keys == int(args["positions"][start]) + rows_here
+        known[start:end] = torch.arange(num_keys - rows_here, num_keys)
         blocks = tiles.block_table[tile, : -(-num_keys // BLOCK_SIZE)].long()
         k, v = (
             args[name][blocks].flatten(0, 1)[:num_keys].float().repeat_interleave(group, dim=1)
@@ -257,11 +258,21 @@ def test_rest_completes_attention_over_virtual_requests(
         scores = torch.einsum("qhd,khd->hqk", args["query"][start:end].float(), k) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
+        seen = torch.ones(rows_here, num_keys, dtype=torch.bool, device=device)
+        scores = scores.masked_fill(~seen.tril(num_keys - rows_here), float("-inf"))
         lse[:, start:end] = scores.logsumexp(dim=-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(dtype)
     assert (covered == 1).all()
+    positions = args["positions"].cpu()
+    assert (known <= positions).all()
+    before = out.clone()
     sparse_attention_rest(**args, out=out, prefix_lse=lse)
     assert_close(out, args)
+    if args.get("sinks") is None and use_triton(out):
+        whole = (known == positions).to(device)
+        assert torch.equal(out[whole], before[whole])
+        assert int(whole.sum()) >= length // 4 + 2  # the last three requests
+        assert not torch.equal(out, before)
 
 
 @pytest.mark.gpu
@@ -289,6 +300,46 @@ def test_rest_completes_flash_attention_3(
     lse = flash_attention_3(query, *caches, out, tiles, length, args["scale"], args["softcap"])
     sparse_attention_rest(**args, out=out, prefix_lse=lse)
     assert_close(out, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "head_size"), [(1, 64), (3, 64), (7, 96), (4, 128), (8, 256)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_that_follow_one_another_get_the_bits_of_flash_attention_3(
+    dtype: torch.dtype, group: int, head_size: int
+) -> None:
+    pytest.importorskip("vllm.vllm_flash_attn._vllm_fa3_C", exc_type=ImportError)
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention 3 is for compute capability 9.x")
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    from vllm_blend.compat.cuda import flash_attention_3
+
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    rows = [list(range(first, first + count)) for first, count in ((0, 300), (1000, 77), (2999, 1))]
+    args = case(device, rows, dtype, 2 * group, 2, head_size, True)
+    place = (args["positions"], args["query_start_loc"], args["block_table"])
+    tiles = virtual_requests(*place, group=group)
+    query, caches = args["query"].contiguous(), (args["key_cache"], args["value_cache"])
+    stock, out = torch.zeros_like(query), torch.zeros_like(query)
+    flash_attn_varlen_func(
+        query,
+        *caches,
+        out=stock,
+        cu_seqlens_q=args["query_start_loc"],
+        max_seqlen_q=max(len(at) for at in rows),
+        seqused_k=torch.tensor([at[-1] + 1 for at in rows], dtype=torch.int32, device=device),
+        max_seqlen_k=3000,
+        softmax_scale=args["scale"],
+        causal=True,
+        block_table=args["block_table"],
+        fa_version=3,
+        num_splits=1,
+    )
+    lse = flash_attention_3(query, *caches, out, tiles, 3000, args["scale"])
+    sparse_attention_rest(**args, out=out, prefix_lse=lse)
+    assert torch.equal(out, stock)
 
 
 @pytest.mark.gpu

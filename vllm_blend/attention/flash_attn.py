@@ -1,10 +1,11 @@
 """Blend attention on FLASH_ATTN: fuse into the paged cache, then attend at explicit positions.
 
 With FlashAttention 3 most of the work stays in its kernel: each tile of kept rows is a request of its
-own that sees, without a mask, the keys up to the tile's first position; ``sparse_attention_rest`` adds
-the few keys between that and each row's own position, and the sinks. ``sparse_attention`` does it all
-where FlashAttention 3 is not there, and with a sliding window, of which each row of a tile has another
-left edge.
+own, as if its rows stood one behind the other from the first one's position on. The few keys between
+that and each row's own position are added by ``sparse_attention_rest``, and the sinks. Rows that do
+stand so, as a question's or those of a chunk that is computed whole, get what stock FLASH_ATTN gives
+them. ``sparse_attention`` does it all where FlashAttention 3 is not there, and with a sliding window,
+of which each row of a tile has another left edge.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FlashAttentionBlendMetadata(FlashAttentionMetadata):
 
     Attributes:
         positions: last key that each kept row sees, ``[num_actual_tokens]``.
-        tiles: the rows as requests without masks; None where FlashAttention 3 cannot help.
+        tiles: the rows as requests; None where FlashAttention 3 cannot help.
     """
 
     positions: torch.Tensor | None = None

@@ -104,7 +104,7 @@ def flash_attention_3(
     softcap: float = 0.0,
     scales: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> torch.Tensor:
-    """FlashAttention 3 of each tile over the keys that all its rows see, into ``out``; without sinks.
+    """FlashAttention 3 of each tile, with a causal mask, into ``out``; without sinks.
 
     Args:
         query: ``[num_rows, num_heads, head_size]``.
@@ -137,7 +137,7 @@ def flash_attention_3(
         *none,  # cosines, sines and starts of a rotation
         *(None if one is None else one.expand(of_tiles) for one in scales),
         scale,
-        False,  # causal
+        True,  # causal
         -1,  # keys to the left
         -1,  # keys to the right
         softcap,

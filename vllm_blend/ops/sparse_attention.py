@@ -110,9 +110,10 @@ def sparse_attention_rest(
 ) -> None:
     """Completes ``out``: adds the keys that ``virtual_requests`` left out, and the sinks.
 
-    Another kernel, which needs no masks, has attended from each tile of rows over the keys up to the
-    tile's first position, with the same soft cap and without sinks. Arguments not listed are those of
-    ``sparse_attention``.
+    Another kernel has attended from each tile of rows with a causal mask, as if they stood one behind
+    the other from the first one's position on, with the same soft cap and without sinks. Rows that have
+    all their keys stay as they are, bit by bit, unless there are sinks. Arguments not listed are those
+    of ``sparse_attention``.
 
     Args:
         out: what that kernel returned, ``[num_rows, num_heads, head_size]``; overwritten.

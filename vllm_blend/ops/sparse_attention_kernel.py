@@ -89,10 +89,10 @@ def _sparse_attention_kernel(
     seen by some rows (the window's edge), by all rows, and again by some (between the tile's first and
     last position); only the first and the third are masked. Keys past the last position are not read.
 
-    With PREFIX_Q, a multiple of BLOCK_Q, ``out`` holds the attention of each PREFIX_Q rows of a request
-    over the keys up to the first one's position, and ``prefix_lse`` the log of the sum of its
-    exponentials; the kernel goes on from there. It knows of no sinks: a sink joins the total once, at
-    the end.
+    With PREFIX_Q, a multiple of BLOCK_Q, ``out`` holds the attention of ``virtual_requests`` with
+    PREFIX_Q rows, and ``prefix_lse`` the log of the sum of its exponentials. The kernel goes on from
+    there, and leaves rows as they are that have all their keys. ``out`` knows of no sinks: a sink joins
+    the total once, at the end.
 
     With QUANTIZED products are of what lies in the cache, widened; the scales of queries and K are part
     of the logits' scale, and V's of the result.
@@ -153,9 +153,17 @@ def _sparse_attention_kernel(
 
     out_at = row.to(tl.int64)[:, None] * out_stride_row + head[:, None] * out_stride_head
     out_at += dim[None, :]
+    changed = lane_mask
     if PREFIX_Q > 0:
         prefix_row = first_row - (first_row - request_row) % PREFIX_Q
-        full_end = tl.load(positions + prefix_row).to(tl.int32) + 1
+        # the last key of each row that is in `out`
+        known = tl.load(positions + prefix_row).to(tl.int32) + row - prefix_row
+        missing = valid & (position > known)
+        if not HAS_SINKS:
+            if tl.max(missing.to(tl.int32), axis=0) == 0:
+                return
+            changed = missing[:, None] & (dim < HEAD_SIZE)[None, :]
+        full_end = tl.min(known, axis=0) + 1
         acc = tl.load(out + out_at, mask=lane_mask, other=0.0).to(tl.float32)
         if QUANTIZED:
             acc = acc / of_values
@@ -205,6 +213,8 @@ def _sparse_attention_kernel(
             cap_scale, SOFTCAP,
         )  # fmt: skip
         seen = n[None, :] <= position[:, None]
+        if PREFIX_Q > 0:
+            seen &= n[None, :] > known[:, None]
         if WINDOW > 0:
             seen &= n[None, :] > position[:, None] - WINDOW
         s = tl.where(seen, s, float("-inf"))
@@ -223,7 +233,7 @@ def _sparse_attention_kernel(
     acc = acc / total[:, None]
     if QUANTIZED:
         acc = acc * of_values
-    tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=lane_mask)
+    tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=changed)
 
 
 def launch(

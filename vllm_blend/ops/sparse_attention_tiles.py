@@ -16,7 +16,11 @@ SHARES = 2
 
 @dataclass(frozen=True, eq=False)
 class VirtualRequests:
-    """Tiles of rows as requests of a kernel without masks: what all rows of a tile see.
+    """Tiles of rows as requests of a kernel with a causal mask, whose rows follow one another.
+
+    The first row of a tile sees the keys up to its own position there, each other one a key more than
+    the row before. Positions rise by at least one a row, so no row sees a key too many; where they rise
+    by one, as in a question, none is missing.
 
     Later tiles come first, as they see more keys: a kernel that takes requests in their order ends with
     the short ones.
@@ -25,7 +29,7 @@ class VirtualRequests:
         starts: first row of each tile, and one more number, which kernels want: ``[num_tiles + 1]``
             int32.
         query_lens: rows of each tile; a request's last tile has fewer, or none: ``[num_tiles]`` int32.
-        seq_lens: keys of each tile, up to its first row's position, ``[num_tiles]`` int32.
+        seq_lens: keys of each tile: its first row's position and its rows, ``[num_tiles]`` int32.
         block_table: ``[num_tiles, max_num_blocks]`` int32.
         block_q: rows of a tile at most.
     """
@@ -68,7 +72,7 @@ def virtual_requests(
     start, end = query_start_loc[request], query_start_loc[request + 1]
     first_row = torch.minimum(start + (tile - first_tile[request]) * block_q, end)
     query_lens = (end - first_row).clamp(max=block_q)
-    seq_lens = positions[first_row.clamp(max=num_rows - 1)] + 1
+    seq_lens = positions[first_row.clamp(max=num_rows - 1)] + query_lens
     return VirtualRequests(
         torch.cat([first_row, first_row[-1:]]).to(torch.int32),
         query_lens.to(torch.int32),
