@@ -3,9 +3,9 @@
 With FlashAttention 3 most of the work stays in its kernel: each tile of kept rows is a request of its
 own, as if its rows stood one behind the other from the first one's position on. The few keys between
 that and each row's own position are added by ``sparse_attention_rest``, and the sinks. Rows that do
-stand so, as a question's or those of a chunk that is computed whole, get what stock FLASH_ATTN gives
-them. ``sparse_attention`` does it all where FlashAttention 3 is not there, and with a sliding window,
-of which each row of a tile has another left edge.
+stand so, as a question's or those of a chunk that is computed whole, get the bits that stock FLASH_ATTN
+gives them where there are no sinks. ``sparse_attention`` does it all where FlashAttention 3 is not
+there, and with a sliding window, of which each row of a tile has another left edge.
 """
 
 from __future__ import annotations

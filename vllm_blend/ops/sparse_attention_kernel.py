@@ -153,16 +153,14 @@ def _sparse_attention_kernel(
 
     out_at = row.to(tl.int64)[:, None] * out_stride_row + head[:, None] * out_stride_head
     out_at += dim[None, :]
-    changed = lane_mask
     if PREFIX_Q > 0:
         prefix_row = first_row - (first_row - request_row) % PREFIX_Q
         # the last key of each row that is in `out`
         known = tl.load(positions + prefix_row).to(tl.int32) + row - prefix_row
-        missing = valid & (position > known)
         if not HAS_SINKS:
-            if tl.max(missing.to(tl.int32), axis=0) == 0:
+            missing = tl.max(tl.where(valid, position - known, 0), axis=0)
+            if missing == 0:
                 return
-            changed = missing[:, None] & (dim < HEAD_SIZE)[None, :]
         full_end = tl.min(known, axis=0) + 1
         acc = tl.load(out + out_at, mask=lane_mask, other=0.0).to(tl.float32)
         if QUANTIZED:
@@ -233,7 +231,7 @@ def _sparse_attention_kernel(
     acc = acc / total[:, None]
     if QUANTIZED:
         acc = acc * of_values
-    tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=changed)
+    tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=lane_mask)
 
 
 def launch(
