@@ -118,7 +118,11 @@ def test_tenants_do_not_share(started: Engine, written: Written) -> None:
     drain(started)
 
 
-def test_a_damaged_record_is_computed_again(started: Engine, written: Written) -> None:
+def test_a_damaged_record_is_computed_again(
+    started: Engine, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the step begins after the loads; test_late_layers.py has those that begin before."""
+    monkeypatch.setattr(tier_fetches, "EARLY", 0.0)
     computed = scheduler(started).blend_internal.background.num_computed
     _, told = ask(started, written, 2)
     assert (told["reused_tokens"], told["missed_chunks"]) == (100, 2)
