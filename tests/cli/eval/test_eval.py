@@ -64,6 +64,31 @@ def test_data_in_three_forms(tmp_path: Path) -> None:
         example_of({"passages": [{"text": "x"}], "question": "q"}, "row 3")
     with pytest.raises(ValueError, match="row 4 has no passages"):
         example_of({"question": "q", "answers": ["a"]}, "row 4")
+    with pytest.raises(ValueError, match="row 5 has no passages"):
+        example_of(row | {"ctxs": [{"title": "T"}]}, "row 5")
+    with pytest.raises(ValueError, match="row 6 is no object"):
+        example_of(["one"], "row 6")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name, data, said",
+    [
+        ("a.json", b"[{", "Expecting property name"),
+        ("a.json", b"[7]", "a.json\\[0\\] is no object"),
+        ("a.jsonl", b'{"question": "q"}', "a.jsonl\\[0\\] has no passages"),
+        ("a.jsonl.gz", b"{}", "Not a gzipped file"),
+        ("a.json", b"\xff", "can't decode"),
+        ("a.json", None, "is no file"),
+    ],
+)
+def test_what_is_no_data_set_is_a_wrong_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes | None, said: str
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit, match="2"):
+        run_parser(None).parse_args(["--data", str(tmp_path / name)])
+    assert re.search(said, capsys.readouterr().err)
 
 
 @given(

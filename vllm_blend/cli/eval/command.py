@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_blend.cli.eval.data import Example, read_examples
+
 
 def command_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:
     """An empty parser, of a command or, if that is None, of the script that runs."""
@@ -15,12 +17,15 @@ def command_parser(description: str | None, command: str | None = None) -> argpa
     )
 
 
-def data_file(text: str) -> Path:
-    """An option's file that is to be read."""
+def data_set(text: str) -> list[Example]:
+    """An option's file of examples."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is no file")
-    return path
+    try:
+        return read_examples(path)
+    except (ValueError, OSError) as error:  # OSError: of gzip
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def results_folder(text: str) -> Path:

@@ -50,8 +50,10 @@ def example_of(row: Mapping[str, Any], name: str) -> Example:
     Raises:
         ValueError: names the row and the key that is missing or empty.
     """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{name} is no object")
     passages = row.get("passages", row.get("ctxs"))
-    if not passages:
+    if not passages or not all(isinstance(p, Mapping) and "text" in p for p in passages):
         raise ValueError(f'{name} has no passages; expected "ctxs": [{{"title", "text"}}, ...]')
     for key in ("question", "answers"):
         if not row.get(key):
@@ -67,9 +69,7 @@ def example_of(row: Mapping[str, Any], name: str) -> Example:
     )
 
 
-def read_examples(
-    path: Path, limit: int | None = None, max_passages: int | None = None
-) -> list[Example]:
+def read_examples(path: Path, limit: int | None = None) -> list[Example]:
     """Examples of a ``.json`` (a list), ``.jsonl`` or ``.jsonl.gz`` file.
 
     Raises:
@@ -83,8 +83,7 @@ def read_examples(
     )
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path.name} holds no list of examples")
-    found = [example_of(row, f"{path.name}[{index}]") for index, row in enumerate(rows[:limit])]
-    return [e.with_passages(max_passages) for e in found] if max_passages else found
+    return [example_of(row, f"{path.name}[{index}]") for index, row in enumerate(rows[:limit])]
 
 
 def of_length(

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_blend.cli.eval import figures
-from vllm_blend.cli.eval.command import command_parser, data_file, results_folder
-from vllm_blend.cli.eval.data import read_examples
+from vllm_blend.cli.eval.command import command_parser, data_set, results_folder
 from vllm_blend.cli.eval.diagnose import Diagnosis, diagnose
 from vllm_blend.cli.eval.run import make_blender
 from vllm_blend.cli.eval.runs import read_results
@@ -103,7 +102,7 @@ def texts(found: Diagnosis) -> list[list[tuple[str, float, bool]]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__, "report")
-    parser.add_argument("--data", type=data_file, required=True, help=".json, .jsonl or .jsonl.gz")
+    parser.add_argument("--data", type=data_set, required=True, help=".json, .jsonl or .jsonl.gz")
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--results", type=results_folder, help="of eval run --output, to show too")
@@ -117,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     summaries = summarize(read_results(options.results)) if options.results else []
-    task, (example,) = TASKS[options.task], read_examples(options.data, limit=1)
+    task, example = TASKS[options.task], options.data[0]
     blender = make_blender(options.model, 8192, task.header)
     chunks = blender.chunks(task.chunks(blender.tokenizer, example, 512))
     prompt = blender.prompt(chunks, task.ask(example))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_blend.cli.eval.command import command_parser, data_file
+from vllm_blend.cli.eval.command import command_parser, data_set
 from vllm_blend.cli.eval.data import Example, read_examples
 from vllm_blend.cli.eval.methods import BEHIND, PLAIN, split_behind
 from vllm_blend.cli.eval.synthetic import KINDS, synthetic
@@ -32,7 +32,7 @@ def examples_parser(description: str | None, command: str | None = None) -> argp
     """Options of a run over examples, whatever methods it compares."""
     parser = command_parser(description, command)
     parser.add_argument(
-        "--data", type=data_file, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
+        "--data", type=data_set, help=".json, .jsonl or .jsonl.gz (default: a small own set)"
     )
     parser.add_argument("--limit", type=int, help="examples (default: all)")
     parser.add_argument("--skip", type=int, default=0, help="of them, leave out the first ones (0)")
@@ -155,8 +155,10 @@ def runner_of(
 def asked(
     runner: Runner, task: Task, examples: Sequence[Example], options: argparse.Namespace
 ) -> Sequence[Example]:
-    """Those examples that the options say, at the length that they say; the others stay at hand as
-    contexts."""
+    """Those examples that the options say, with as many passages or at the length that they say; the
+    others stay at hand as contexts."""
+    if options.max_passages:
+        examples = [example.with_passages(options.max_passages) for example in examples]
     if (tokens := options.prompt_tokens) is not None:
         try:
             examples = runner.of_length(task, examples, tokens)
@@ -176,7 +178,11 @@ def evaluate(
 
     methods = methods_of(options)
     runner, task = runner_of(task_name, options, not options.no_answers, default_output)
-    summaries = summarize(runner.run(task, asked(runner, task, examples, options), methods))
+    try:
+        results = runner.run(task, asked(runner, task, examples, options), methods)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    summaries = summarize(results)
     print(f"\n{runner.protocol.model}, score: {task.metric}; results in {runner.folder}\n")
     print(write_tables(summaries, runner.folder))
 
@@ -186,7 +192,7 @@ def run_task(
 ) -> None:
     """An example script: one task, its own small set by default."""
     options = run_parser(description).parse_args(argv)
-    examples = read_examples(options.data or own_data, max_passages=options.max_passages)
+    examples = options.data or read_examples(own_data)
     evaluate(task_name, examples, options, task_name)
 
 
@@ -202,5 +208,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.synthetic:
         examples = synthetic(options.synthetic, options.limit or 100, options.people)
     else:
-        examples = read_examples(options.data, max_passages=options.max_passages)
+        examples = options.data
     evaluate(options.task, examples, options, options.synthetic or options.task)

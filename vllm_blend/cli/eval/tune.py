@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_blend.cli.eval.data import Example, read_examples
+from vllm_blend.cli.eval.data import Example
 from vllm_blend.cli.eval.methods import blend_settings
 from vllm_blend.cli.eval.run import asked, examples_parser, runner_of
 from vllm_blend.cli.eval.runner import Runner
@@ -98,10 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data is needed: the prompts to tune on")
-    found = read_examples(options.data, max_passages=options.max_passages)
     runner, task = runner_of(options.task, options, False, "tune")
     try:
-        examples = asked(runner, task, found, options)
+        examples = asked(runner, task, options.data, options)
         best = tune(
             runner,
             task,
