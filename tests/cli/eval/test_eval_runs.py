@@ -387,8 +387,7 @@ def test_the_page_of_a_run_in_batches_shows_no_times(
 def test_a_page_of_no_results_is_refused_before_anything_is_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "x.json").write_text("[]")
-    data = ["--data", str(tmp_path / "x.json"), "--task", "musique"]
+    data = ["--data", str(Path(__file__).parents[3] / "inputs/eval/musique.json"), "--task", "musique"]
     with pytest.raises(SystemExit):
         main(["report", *data, "--results", str(tmp_path / "none")])
     assert "none: no results there" in capsys.readouterr().err
