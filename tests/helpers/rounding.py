@@ -10,10 +10,6 @@ import pytest
 import torch
 from engines import Engine
 
-NEAR = 1.3
-"""Times full prefill's distance to itself: no blend is farther, and their mean is nearer than once
-that. Where a format has few bits one draw of it differs from another by as much."""
-
 
 @contextmanager
 def other_last_bits(engine: Engine, seed: int) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Quantized weights on a GPU (FLASH_ATTN): the identities, within what their kernels round.
 
-That is measured: how far full prefill is from itself where other last bits of K and V go to the cache.
+What is allowed is a number, as on a CPU, and no more than what is measured: how far full prefill is
+from itself where other last bits of K and V go to the cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 import torch
 from engines import Engine, make_engine, relative_error, tiny_model
 from quantize import FORMATS
-from rounding import NEAR, attends_as_stock, mean
+from rounding import attends_as_stock, mean
 from test_quantized import (
     QUESTION,
     REAL,
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.gpu
 RATIOS = (0.0, 0.16, 1.0)
 KINDS = [*product(FORMATS, ("float16", "bfloat16"))]
 KINDS.remove(("int4 (GPTQ)", "bfloat16"))  # its kernels without Marlin are for float16
+NEAR = 1.3
+"""Times full prefill's distance to itself: no blend is farther, and their mean is nearer than that."""
 SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
 """Multiples of 64 and 128, which the kernels for four bits want."""
 
@@ -76,7 +79,7 @@ def test_exact_kv_with_quantized_weights_is_full_prefill(
     exact = collected(weights)
     errors = [error(weights, exact, ratio, policy) for ratio in RATIOS]
     print(f"{policy}: {errors}")
-    assert max(errors) < NEAR * distances[1]
+    assert max(errors) < min(0.04, NEAR * distances[1])
 
 
 def test_exact_kv_is_as_near_as_full_prefill_is_to_itself(distances: tuple[float, float]) -> None:
