@@ -173,3 +173,35 @@ def test_lines_may_be_compressed(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b'{"prompt": "a|b|c", "separator": "|"}\n\n'))
     (row,) = read_rows(path)
     assert (row.chunks, row.question) == (["b"], "c")
+
+
+def test_several_servers_find_more_where_chunks_say_which(model: Path, tmp_path: Path) -> None:
+    """Two topics, asked for in pairs: in turn, both servers have to learn both."""
+    topics = documents()[:2], documents()[2:4]
+    rows = [
+        {"chunks": topics[number // 2 % 2], "question": f"What is told in text {number}?"}
+        for number in range(12)
+    ]
+    found = simulate(write(tmp_path / "t.jsonl", rows), model, "--replicas", 2, "--replicas", 3)
+    in_turn, by_chunks, *of_three = found["replicas"]
+    assert [(one["servers"], one["routed"]) for one in of_three] == [(3, "in turn"), (3, "by chunks")]
+    assert in_turn["hit_rate"] == pytest.approx((24 - 8) / 24)
+    assert by_chunks["hit_rate"] == pytest.approx((24 - 4) / 24) == found["hit_rate"]
+    assert by_chunks["reused_share"] > 1.15 * in_turn["reused_share"]
+    assert (in_turn["busiest"], by_chunks["busiest"]) == (1.0, 1.0)
+    assert "ttft_s" not in by_chunks
+
+
+def test_times_over_several_servers(model: Path, tmp_path: Path) -> None:
+    """One server's queue is gone where two share what came at once, and what is found shortens both."""
+    fit = tmp_path / "times.json"
+    fit.write_text(json.dumps(TIMES))
+    topics = documents()[:2], documents()[2:4]
+    rows = [
+        {"chunks": topics[number // 2 % 2], "question": f"What? {number}", "at": 0.0}
+        for number in range(8)
+    ]
+    found = simulate(write(tmp_path / "t.jsonl", rows), model, "--times", fit, "--replicas", 2)
+    in_turn, by_chunks = (one["ttft_s"]["mean"] for one in found["replicas"])
+    assert in_turn < found["ttft_s"]["mean"]
+    assert by_chunks < in_turn

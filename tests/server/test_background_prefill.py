@@ -321,7 +321,7 @@ def test_between_two_requests_an_engine_is_not_idle(
 ) -> None:
     """A chunk is not begun there, nor gone on with; what is paid for goes on."""
     now = 100.0
-    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    monkeypatch.setattr(background, "clock", lambda: now)
     background.add(FIRST)
     assert not background.start(idle=False)
     now += 0.9 * background_prefill.GAP_S
@@ -351,7 +351,7 @@ def test_an_engine_rests_before_it_does_what_nobody_asked_for(
 ) -> None:
     """Else a client that asks one request after the other would wait for a step of it each time."""
     now = 100.0
-    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    monkeypatch.setattr(background, "clock", lambda: now)
     key = bring(background, known, 100)
     for _ in range(3):
         assert not background.start(idle=False)
@@ -371,7 +371,7 @@ def test_how_long_an_engine_has_nothing_to_begin_with(
 ) -> None:
     """From the end of the last step for requests on: a step may take longer than the gap after it."""
     now = 100.0
-    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    monkeypatch.setattr(background, "clock", lambda: now)
     assert background.idles_for() == 0  # nothing waits
     bring(background, known, 100)
     background.start(idle=False)
@@ -392,7 +392,7 @@ def test_it_rests_longer_each_time_that_requests_come_before_it_is_done(
     background: BackgroundPrefill, known: ChunkRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, begun = 100.0, 0
-    monkeypatch.setattr(background_prefill.time, "monotonic", lambda: now)
+    monkeypatch.setattr(background, "clock", lambda: now)
     bring(background, known, 100)
     for _ in range(60):  # a request a second, which takes no time
         background.start(idle=False)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,12 +24,9 @@ from vllm_blend.cli.output import (
     wrong_call,
 )
 from vllm_blend.cli.settings import settings_or_wrong_call
+from vllm_blend.cli.simulated import figures, gain, over_replicas, served_by
 from vllm_blend.cli.step_costs import StepCosts, measured
 from vllm_blend.store.load_time import LoadTime
-
-if TYPE_CHECKING:
-    from vllm_blend.cli.prompts import Row
-    from vllm_blend.cli.simulation import Served, Simulation
 
 LOWER_TIERS = ("disk", "redis", "s3")
 
@@ -42,7 +37,8 @@ HELP = help_text(
     TRACE has a prompt a line (docs/cli.md). vLLM's own scheduler runs, as a blending server has it,
     over a stand-in for the model. A prompt comes when its line says ("at": seconds), else once the
     server is idle. For times a fit of steps is needed: --times has one; --measure makes one, with a
-    server of the same arguments and settings on this machine, in a few minutes.""",
+    server of the same arguments and settings on this machine, in a few minutes. --replicas 4 sends the
+    prompts to four such servers too, in turn and as vllm_blend.api.routing does.""",
     "vllm-blend simulate trace.jsonl MODEL",
     "vllm-blend simulate trace.jsonl MODEL --settings blend.yaml --times times.json --measure",
     "vllm-blend simulate trace.jsonl MODEL --cache-gb 40 --json -- --max-model-len 16384",
@@ -62,6 +58,10 @@ def simulate(
     ] = False,
     cache_gb: Annotated[float, typer.Option(min=0.001, help="GB of vLLM's own KV cache.")] = 8.0,
     load_gbps: Annotated[float, typer.Option(min=0.001, help="GB/s of loads from lower tiers.")] = 1.0,
+    replicas: Annotated[
+        list[int] | None,
+        typer.Option(min=2, metavar="N", help="Also over N servers, routed in turn and by chunks."),
+    ] = None,
     limit: Limit = None,
     as_json: Json = False,
 ) -> None:
@@ -78,15 +78,21 @@ def simulate(
     given, loads = arguments or [], {name: LoadTime(1e-4, load_gbps * 1e9) for name in LOWER_TIERS}
     try:
         config = engine_config(["--model", model, *given], values)
-        run = partial(served_by, config, rows, cache_gb, loads)
+        run = partial(served_by, config, cache_gb, loads)
         if measure and times is not None:
-            longest = max(one.report["prompt_tokens"] for one in run(None, None)[1])
+            longest = max(one.report["prompt_tokens"] for one in run(None, rows)[1])
             costs = measured(model, given, values, longest, config)
             costs.write(times)
-        blended = run(costs, None)
-        found = figures(rows, *blended)
+        blended = run(costs, rows)
+        found = figures(*blended)
         if costs is not None:
-            found |= gain(blended[1], run(costs, "off")[1])
+            found |= gain(blended[1], run(costs, rows, "off")[1])
+        if replicas:
+            held = max(1, *(tier["chunks"] for tier in found["memory"].values()))
+            each = partial(over_replicas, partial(run, costs), rows)
+            found["replicas"] = [
+                one for count in replicas for one in each(count, held, costs is not None)
+            ]
     except (VLLMValidationError, ValueError, OSError) as error:
         raise wrong_call(first_line(error)) from None
     except ServerError as error:
@@ -96,78 +102,6 @@ def simulate(
         print_json(found)
     else:
         _show(found)
-
-
-def served_by(
-    config: Any,
-    rows: Sequence[Row],
-    cache_gb: float,
-    loads: Mapping[str, LoadTime],
-    costs: StepCosts | None,
-    field: Any,
-) -> tuple[Simulation, list[Served]]:
-    """A server that was asked all of a trace; ``field``: of blending, instead of the rows' own."""
-    from vllm_blend.cli.simulation import Simulation
-
-    server = Simulation(config, cache_gb, costs, loads)
-    return server, server.serve(rows, field)
-
-
-def figures(rows: Sequence[Row], server: Simulation, served: Sequence[Served]) -> dict[str, Any]:
-    """What is told of a simulated trace; shares are of all chunks, or of all prompt tokens."""
-    tokens = _sum(served, "prompt_tokens")
-    kept, registry = server.stand_in.computed, server.scheduler.blend_chunks
-    token_bytes = server.scheduler.blend_token_bytes
-    memory = {
-        "host": {
-            "chunks": len(registry),
-            "bytes": registry.num_tokens * token_bytes,
-            "budget_bytes": server.settings.chunk_bytes,
-            "evicted_chunks": registry.num_evicted,
-        }
-    }
-    for tier in server.stand_in.tiers:
-        memory[tier.name] = {
-            "chunks": len(tier.index),
-            "bytes": tier.index.num_bytes,
-            "budget_bytes": tier.budget_bytes,
-        }
-    return {
-        "prompts": len(rows),
-        "prompt_tokens": tokens,
-        "chunks": chunks_of(served),
-        "hit_rate": hit_rate(served),
-        "hit_rate_second_half": hit_rate(served[len(served) // 2 :]),
-        "reused_share": _sum(served, "reused_tokens") / max(tokens, 1),
-        "prefix_cached_share": _sum(served, "cached_tokens") / max(tokens, 1),
-        "recomputed_share": _sum(served, "recomputed_tokens") / max(tokens, 1),
-        "all_chunks_bytes": sum(kept.values()) * token_bytes,
-        "memory": memory,
-    }
-
-
-def gain(blended: Sequence[Served], full: Sequence[Served]) -> dict[str, Any]:
-    """Times to first token, queueing included, with blending, and with vLLM's prefix cache alone."""
-    one, other = [s.ttft for s in blended], [s.ttft for s in full]
-    return {
-        "ttft_s": {"median": median(one), "mean": mean(one)},
-        "full_prefill_ttft_s": {"median": median(other), "mean": mean(other)},
-        "ttft_gain": mean(other) / mean(one),
-    }
-
-
-def hit_rate(served: Sequence[Served]) -> float:
-    """Share of the prompts' chunks whose KV was there: reused, or in vLLM's prefix cache."""
-    there = _sum(served, "chunks") + _sum(served, "cached_chunks")
-    return there / max(chunks_of(served), 1)
-
-
-def chunks_of(served: Sequence[Served]) -> int:
-    return sum(_sum(served, f"{name}chunks") for name in ("", "cached_", "missed_", "short_"))
-
-
-def _sum(served: Sequence[Served], name: str) -> int:
-    return sum(one.report.get(name, 0) for one in served)
 
 
 def _read(path: Path) -> StepCosts:
@@ -203,3 +137,26 @@ def _show(found: dict[str, Any]) -> None:
     print_table(("tier", "chunks", "holds", "of"), rows, numbers=(1, 2, 3))
     if evicted := found["memory"]["host"]["evicted_chunks"]:
         say(f"\n{evicted} chunks were dropped from host memory for others")
+    if "replicas" in found:
+        say("")
+        _show_replicas(found["replicas"])
+
+
+def _show_replicas(replicas: list[dict[str, Any]]) -> None:
+    heads = ["servers", "routed", "chunks found", "tokens reused", "busiest has"]
+    rows = [
+        [
+            str(one["servers"]),
+            one["routed"],
+            share(one["hit_rate"]),
+            share(one["reused_share"]),
+            f"{one['busiest']:.2f}x the mean",
+        ]
+        for one in replicas
+    ]
+    if all("ttft_s" in one for one in replicas):
+        heads.append("TTFT, mean")
+        rows = [
+            [*row, f"{one['ttft_s']['mean']:.3f} s"] for row, one in zip(rows, replicas, strict=True)
+        ]
+    print_table(heads, rows, numbers=(0, 2, 3, 4, 5))

@@ -8,6 +8,7 @@ what a server does, not a model of it. A clock of its own says when requests com
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -231,6 +232,7 @@ class Simulation:
         key = ModelKey("simulated", "", shape, storage=store.get("storage", "auto"))
         self.stand_in = StandIn(self.scheduler.requests, key, tiers, costs)
         self.now = 0.0
+        self.scheduler.blend_internal.background.clock = lambda: self.now
 
     def serve(self, rows: Iterable[Row], field: Any = None) -> list[Served]:
         """The trace's requests, each when it comes: as its row says; else once the one before has its
@@ -260,14 +262,20 @@ class Simulation:
         while (state.idles_for() or state.has_requests()) and (until is None or self.now < until):
             output = self.scheduler.schedule()
             answer, seconds = self.stand_in.run(output, self.now)
-            if not output.num_scheduled_tokens and (at := self.stand_in.next_load) is not None:
-                self.now = max(self.now, at)
             self.now += seconds
+            if not output.num_scheduled_tokens:
+                self.now = self._next_event(until)
             setattr(output, STARTED, time.monotonic() - seconds)  # what the scheduler takes it for
             results = self.scheduler.update_from_output(output, answer)
             for out in (out for result in results.values() for out in result.outputs):
                 report = (out.kv_transfer_params or {}).get(REPORT_KEY) or {}
                 found[out.request_id] = Served(report, came[out.request_id], self.now)
+
+    def _next_event(self, until: float | None) -> float:
+        """When a server that has nothing to compute goes on: after a load, a rest, or at ``until``."""
+        load, rest = self.stand_in.next_load, self.scheduler.idles_for()
+        ends = [at for at in (load, self.now + rest if rest else None) if at is not None]
+        return min(max(self.now, min(ends, default=self.now)), math.inf if until is None else until)
 
     def _send(self, name: str, row: Row, field: Any) -> None:
         from vllm import SamplingParams

@@ -63,6 +63,7 @@ class BackgroundPrefill:
         window: tokens of a chunk that a step of an idle engine computes at most.
         stalled: the last step had nothing to compute, so no request is held up by a chunk; one may be
             waiting for the blocks that a chunk holds.
+        clock: seconds; a simulated server has its own.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class BackgroundPrefill:
         self._idle = True
         self._in_gap = False  # between two requests, as it seems
         self.stalled = False
+        self.clock: Callable[[], float] = time.monotonic
 
     def __len__(self) -> int:
         return self.num_waiting + len(self._running)
@@ -185,7 +187,7 @@ class BackgroundPrefill:
 
         To be called before each step; ``idle``: the engine has no requests but these.
         """
-        now = time.monotonic()
+        now = self.clock()
         if not idle:
             self._busy_at = now
         self._in_gap = idle and now < self._busy_at + GAP_S
@@ -224,11 +226,11 @@ class BackgroundPrefill:
         if not self.num_waiting:
             return 0.0
         pause_s = GAP_S if self._waiting or self._unscored else self._rest_s
-        return max(0.0, self._busy_at + pause_s - time.monotonic())
+        return max(0.0, self._busy_at + pause_s - self.clock())
 
     def worked(self) -> None:
         """A step that computed for requests has ended."""
-        self._busy_at = time.monotonic()
+        self._busy_at = self.clock()
 
     @property
     def _rest_s(self) -> float:
