@@ -31,6 +31,7 @@ PUBLIC = (
     "vllm_blend.server.config.ServerSettings",
     "vllm_blend.api.langchain.ChatBlend",
     "vllm_blend.api.llama_index.BlendLLM",
+    "vllm_blend.api.routing.Router",
 )
 
 

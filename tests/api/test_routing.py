@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -18,6 +20,12 @@ SERVERS = ["a", "b", "c"]
 def chat(*texts: str, **more: Any) -> dict[str, Any]:
     parts = [{"type": "text", "text": text} for text in texts]
     return {"model": "m", "messages": [{"role": "user", "content": parts}], **more}
+
+
+def test_a_gateway_needs_neither_vllm_nor_torch() -> None:
+    code = "import sys, vllm_blend.api.routing; print(*{'vllm', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_a_prompt_goes_where_most_of_its_chunks_went() -> None:
