@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_blend.api.routing import REMEMBERED, Router, chunks_of
+from vllm_blend.api.routing import MIN_CHARS, REMEMBERED, Router, chunks_of
 
 SERVERS = ["a", "b", "c"]
 
 
 def chat(*texts: str, **more: Any) -> dict[str, Any]:
-    parts = [{"type": "text", "text": text} for text in texts]
+    """Of texts that are long enough for chunks."""
+    parts = [{"type": "text", "text": text * MIN_CHARS} for text in texts]
     return {"model": "m", "messages": [{"role": "user", "content": parts}], **more}
 
 
@@ -30,12 +31,13 @@ def test_a_gateway_needs_neither_vllm_nor_torch() -> None:
 
 def test_a_prompt_goes_where_most_of_its_chunks_went() -> None:
     router = Router(SERVERS)
-    first = router.choose(chat("one" * 9, "two" * 9))
-    second = router.choose(chat("three" * 9))
-    third = router.choose(chat("four" * 9))
+    first = router.choose(chat("one", "two"))
+    second = router.choose(chat("three"))
+    third = router.choose(chat("four"))
     assert {first, second, third} == set(SERVERS), "new chunks spread"
-    assert router.choose(chat("two" * 9, "three", "new")) == first
-    assert router.choose(chat("four" * 9, "two")) == third
+    assert router.choose(chat("two", "new")) == first
+    assert router.choose(chat("four", "new too")) == third
+    assert router.choose(chat("one", "two", "three")) == first
 
 
 def test_length_decides_and_not_number() -> None:
@@ -48,7 +50,7 @@ def test_length_decides_and_not_number() -> None:
 
 def test_what_everybody_asks_for_comes_to_lie_on_several() -> None:
     router = Router(SERVERS, slack=1.25)
-    chosen = Counter(router.choose(chat("of all" * 9)) for _ in range(300))
+    chosen = Counter(router.choose(chat("of all")) for _ in range(300))
     assert set(chosen) == set(SERVERS)
     assert max(chosen.values()) <= 300 / 3 * 1.25 + 10
 
@@ -64,15 +66,24 @@ def test_owners_share_no_chunk() -> None:
 
 def test_a_text_is_the_same_chunk_however_it_is_marked() -> None:
     """The separator as an object, as JSON, and around chunks of a message or a prompt."""
-    text = {"model": "m", "prompt": "head|one|two|why", "vllm_xargs": {"blend": {"separator": "|"}}}
+    cut = "|".join(word * MIN_CHARS for word in ("head", "one", "two", "why"))
+    text = {"model": "m", "prompt": cut, "vllm_xargs": {"blend": {"separator": "|"}}}
     there = chunks_of(chat("head", "one", "two", "why"))
+    assert len(there) == 4
     assert chunks_of(text) == there
     assert chunks_of(text | {"vllm_xargs": {"blend": json.dumps({"separator": "|"})}}) == there
-    assert chunks_of(chat("head|one|two|why", vllm_xargs=text["vllm_xargs"])) == there
-    ids = {"model": "m", "prompt": [1, 2, 3, 4, 5], "vllm_xargs": {"blend": {"spans": [[1, 3]]}}}
-    moved = {"model": "m", "prompt": [9, 2, 3], "vllm_xargs": {"blend": {"spans": [[1, 3]]}}}
-    assert chunks_of(ids) == chunks_of(moved)
-    assert chunks_of(ids | {"vllm_xargs": {}}) != chunks_of(ids)
+    message = {"role": "user", "content": cut}
+    assert chunks_of({**text, "messages": [message]}) == there
+    ids, field = list(range(40)), {"vllm_xargs": {"blend": {"spans": [[10, 40]]}}}
+    one = chunks_of({"model": "m", "prompt": ids, **field})
+    assert len(one) == 1
+    assert one == chunks_of({"model": "m", "prompt": [7] * 10 + ids[10:], **field})
+    assert one != chunks_of({"model": "m", "prompt": ids})
+
+
+def test_what_is_too_short_to_be_reused_counts_for_nothing() -> None:
+    short = {"role": "user", "content": "x" * (MIN_CHARS - 1)}
+    assert not chunks_of({"messages": [short] * 1000})
 
 
 @pytest.mark.parametrize(
@@ -99,11 +110,11 @@ def test_text_that_is_no_utf8_is_a_chunk() -> None:
 
 def test_a_server_that_is_down_gets_nothing_and_one_that_is_back_is_found() -> None:
     router = Router(SERVERS, slack=100)
-    home = router.choose(chat("one" * 9))
+    home = router.choose(chat("one"))
     rest = [name for name in SERVERS if name != home]
-    assert router.choose(chat("one" * 9), among=rest) in rest
+    assert router.choose(chat("one"), among=rest) in rest
     router.forget(home)
-    assert router.choose(chat("one" * 9)) in rest
+    assert router.choose(chat("one")) in rest
 
 
 def test_wrong_arguments_are_named() -> None:

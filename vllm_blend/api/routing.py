@@ -17,6 +17,9 @@ from typing import Any
 
 from blake3 import blake3
 
+MIN_CHARS = 16
+"""Of a chunk: a server computes one of fewer tokens (``min_chunk_tokens``) afresh in every prompt."""
+
 REMEMBERED = 4
 """Requests a server that count as lately sent: a share is told from chance, and a burst passes."""
 
@@ -131,7 +134,7 @@ def chunks_of(body: Mapping[str, Any]) -> dict[bytes, int]:
     if isinstance(separator, str) and separator:
         parts = [piece for part in parts for piece in part.split(separator)]
     owner = json.dumps([str(body.get(name) or "") for name in ("model", "cache_salt")])
-    return {_digest(owner, part): len(part) for part in parts if part}
+    return {_digest(owner, part): len(part) for part in parts if len(part) >= MIN_CHARS}
 
 
 def _parts_of(message: Any) -> list[str]:
