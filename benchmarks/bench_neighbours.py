@@ -48,7 +48,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=pathlib.Path, help="model folder (default: SmolLM2-135M)")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--limit", type=int, default=80, help="towns (80)")
+    parser.add_argument("--limit", type=int, default=36, help="towns (36)")
     options = parser.parse_args()
     llm = LLM(
         model=str(options.model or embedded_model()),

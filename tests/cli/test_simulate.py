@@ -205,3 +205,18 @@ def test_times_over_several_servers(model: Path, tmp_path: Path) -> None:
     in_turn, by_chunks = (one["ttft_s"]["mean"] for one in found["replicas"])
     assert in_turn < found["ttft_s"]["mean"]
     assert by_chunks < in_turn
+
+
+def test_a_rest_is_a_step_of_the_simulated_clock(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine rests before it scores what nobody has reused: no steps are spent on waiting."""
+    config = engine_config(["--model", str(model), *ARGUMENTS[1:]], {})
+    server, steps = Simulation(config, 0.05), []
+    schedule = server.scheduler.schedule
+    monkeypatch.setattr(server.scheduler, "schedule", lambda: steps.append(1) or schedule())
+    rows = [{"chunks": documents()[at : at + 3], "question": "Who?"} for at in (0, 3)]
+    server.serve(read_rows(write(tmp_path / "t.jsonl", rows)))
+    background = server.scheduler.blend_internal.background
+    assert background.num_waiting == 0 and background.clock() == server.now > 0
+    assert len(steps) < 60
